@@ -1,0 +1,50 @@
+"""fxbraid: tensor and pipeline parallelism braided into one program per rank.
+
+>>> import fxbraid
+>>> model = fxbraid.braid(model, example_batch, tp_size=2, pp_size=2, n_microbatches=8)  # doctest: +SKIP
+
+``fxbraid.schedule`` alone imports no torch; everything else is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import braid
+    from .model import BraidedModel
+    from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BraidError",
+    "BraidedModel",
+    "CaptureError",
+    "PartitionError",
+    "PlanError",
+    "UnsupportedError",
+    "braid",
+]
+
+_HOME = {
+    "braid": "api",
+    "BraidedModel": "model",
+    **dict.fromkeys(
+        ("BraidError", "CaptureError", "PartitionError", "PlanError", "UnsupportedError"), "passes.errors"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

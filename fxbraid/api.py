@@ -1,0 +1,93 @@
+"""``fxbraid.braid``: the one call that a training script needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import batch as batches
+from . import schedule as schedules
+from .model import BraidedModel, Options
+from .passes.compile import Compile
+from .passes.errors import BraidError
+from .runtime.mesh import make_mesh
+from .schedule import Schedule
+
+
+def braid(
+    model: nn.Module,
+    example_batch: Mapping[str, Any],
+    device_mesh: DeviceMesh | None = None,
+    *,
+    tp_size: int | None = None,
+    pp_size: int | None = None,
+    dp_size: int | None = None,
+    n_microbatches: int,
+    schedule: str | Schedule = "stp",
+    tp_plan: str | Mapping[str, str] = "auto",
+    split: str | Sequence[int] = "auto",
+    compile: Compile = "unit",  # noqa: A002
+    braided: bool = True,
+    reproducible: bool = False,
+    loss_reduction: str = "auto",
+    max_programs: int = 8,
+) -> BraidedModel:
+    """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
+
+    Args:
+        model: any ``nn.Module`` that ``torch.export`` can trace and whose output has a ``loss``. Every rank passes
+            the same model with the same weights. It is not modified: its parameters are copied, shard by shard.
+        example_batch: keyword arguments of the model as ``step`` will get them, tensors [batch, ...] whose dim 0
+            divides into ``n_microbatches``; only shapes and dtypes are read (meta tensors are fine).
+        device_mesh: a mesh with axes "pp" and "tp"; or give the sizes, not both.
+        tp_size, pp_size: a missing one is what the world leaves. With one process both are 1.
+        n_microbatches: m, micro-batches per step.
+        schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`.
+        tp_plan: "auto" (the model's own plan) or a dict of module patterns to "colwise" | "rowwise" | "replicated".
+        split: "auto" (layers per chunk balanced by FLOPs, embedding and head included), or the layers of each chunk.
+        compile: "unit" (Inductor, one artefact per distinct unit) or False (eager).
+        braided: False runs the same order with blocking collectives and nothing interleaved, for comparison.
+        reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit.
+        loss_reduction: "auto" finds the mean cross entropy; "sum" or "mean" say what another loss is.
+        max_programs: how many batch signatures may be traced before another one is refused.
+
+    Raises:
+        fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
+            communication starts, with the numbers and the way out.
+    """
+    batches.split(example_batch, n_microbatches)
+    if any(p.is_meta for p in model.parameters()):
+        raise BraidError("the model is on the meta device, so it has no weights to shard; load or initialise it first")
+    if any(not isinstance(v, Tensor) and isinstance(v, list | dict) for v in example_batch.values()):
+        raise BraidError("example_batch holds a list or dict; give tensors or plain constants")
+    mesh = make_mesh(device_mesh, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
+    chosen = _schedule(schedule, mesh.pp_size, n_microbatches)
+    if not braided:
+        chosen = schedules.unbraid(chosen)
+    if reproducible:
+        chosen = schedules.reproducible(chosen)
+    schedules.check(chosen)
+    options = Options(
+        n_microbatches=n_microbatches,
+        tp_plan=tp_plan,
+        split=split,
+        compile=compile,
+        braided=braided,
+        loss_reduction=loss_reduction,
+        max_programs=max_programs,
+    )
+    return BraidedModel(model, example_batch, mesh, chosen, options)
+
+
+def _schedule(schedule: str | Schedule, p: int, m: int) -> Schedule:
+    if isinstance(schedule, str):
+        return schedules.build(schedule, p=p, m=m)
+    if schedule.p != p or schedule.m != m:
+        raise BraidError(
+            f"the schedule {schedule.name} is for p={schedule.p} ranks and m={schedule.m} micro-batches, but "
+            f"pp_size={p} and n_microbatches={m}"
+        )
+    return schedule

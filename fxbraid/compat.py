@@ -1,0 +1,34 @@
+"""Every private name of torch that fxbraid leans on, in one place.
+
+Each is checked by ``tests/test_compat.py``, which fails loudly where a torch version moves one. Checked on torch
+2.13. What replaces a name that went away belongs here, not at its use.
+"""
+
+from __future__ import annotations
+
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor import standalone_compile
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+__all__ = [
+    "BufferAOTInput",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "aot_export_joint_with_descriptors",
+    "fx_graph_cse",
+    "standalone_compile",
+]

@@ -1,0 +1,408 @@
+"""``BraidedModel``: this rank's shards under the Hugging Face names, and the step that trains them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from . import batch as batches
+from .passes.compile import Artefacts, Compile
+from .passes.errors import BraidError
+from .passes.partition import Partition
+from .passes.pipeline import Lowered, lower_model
+from .passes.shard import TpPlan, canonical_names
+from .report import Report, make_report
+from .runtime.engine import Blocks, Engine
+from .runtime.measure import measure_peak
+from .runtime.mesh import Mesh
+from .runtime.unit import GradSlot, accumulate
+from .schedule import Action, Schedule, Step, parts
+from .schedule import Phase as Do
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``braid`` was asked for, beyond sizes."""
+
+    n_microbatches: int
+    tp_plan: str | Mapping[str, str] = "auto"
+    split: str | Sequence[int] = "auto"
+    compile: Compile = "unit"
+    braided: bool = True
+    loss_reduction: str = "auto"
+    max_programs: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the model lies over the ranks: ``tp`` styles and shards, ``partition`` chunks and layers."""
+
+    tp: TpPlan
+    partition: Partition
+
+
+class BraidedModel(nn.Module):
+    """Made by :func:`fxbraid.braid`; not by hand.
+
+    ``parameters()``, ``named_parameters()``, ``state_dict()`` and ``load_state_dict()`` hold this rank's shards
+    under the names of the Hugging Face model. A tied parameter that two ranks use is on both, with the same
+    gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_batch: Mapping[str, Any],
+        mesh: Mesh,
+        schedule: Schedule,
+        options: Options,
+    ) -> None:
+        super().__init__()
+        self.config = getattr(model, "config", None)
+        self._mesh, self._schedule, self._options = mesh, schedule, options
+        self._engines: dict[tuple[batches.Signature, bool], Engine] = {}
+        self._artefacts = Artefacts(options.compile)
+        # Not an attribute of nn.Module's kind: the skeleton's weights are not this model's parameters.
+        self.__dict__["_source"] = _skeleton(model)
+        self._split: str | Sequence[int] = options.split
+        lowered = self._lower(example_batch, training=True)
+        self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
+        self._plan = Plan(lowered.plan, lowered.partition)
+        self._ties = _ties(lowered.partition, schedule)
+        self._state = self._take(model, lowered)
+        self._slots = self._make_slots(lowered)
+        self._engines[batches.signature(example_batch, options.n_microbatches), True] = self._engine(
+            lowered, schedule
+        )
+        self._last = next(iter(self._engines.values()))
+        self._tie_groups = {
+            name: mesh.tie_group(schedule.placement.rank_of(c) for c in users)
+            for name, users in self._ties.items()
+        }
+        self.train(model.training)
+
+    # -- training
+
+    def step(self, **batch: Any) -> Tensor:
+        """Forward and backward of the whole batch, all micro-batches; gradients add to ``.grad``.
+
+        ``batch``: tensors [batch, ...], the same on every rank. Returns the loss of the whole batch, 0-d,
+        detached, the same on every rank. A new shape or keyword is traced and cached.
+        """
+        if not self.training:
+            raise BraidError("step() trains, but the model is in eval mode; call train() first, or model(**batch)")
+        engine = self._engine_for(batch, training=True)
+        inputs = self._inputs(engine, batch)
+        results = engine.run(inputs)
+        self._last = engine
+        self._combine_ties()
+        return self._share(self._total([values[0] for values in results]))
+
+    def forward(self, **batch: Any) -> Any:
+        """The pipelined forward of the whole batch in eval mode, without gradients.
+
+        Returns a ``transformers`` ModelOutput (or a dict of tensors): ``loss``, where there are labels, on every
+        rank; everything else (logits [batch, ...]) on the ranks that hold the last chunk, None on the others.
+        """
+        if self.training:
+            raise BraidError("model(**batch) is the forward of eval mode; call step(**batch) to train, or eval() first")
+        engine = self._engine_for(batch, training=False)
+        results = engine.run(self._inputs(engine, batch))
+        outputs: dict[str, Any] = {}
+        for k, name in enumerate(engine.lowered.outputs):
+            if name == "loss":
+                outputs[name] = self._share(self._total([values[k] for values in results]))
+            else:
+                outputs[name] = torch.cat([values[k] for values in results]) if results else None
+        return _model_output(outputs)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Every parameter counts once, whether sharded, replicated over TP or tied across ranks. Returns the norm
+        before clipping, 0-d float32, the same on every rank (as ``torch.nn.utils.clip_grad_norm_`` does).
+        """
+        counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and self._counts(name)]
+        device = self._mesh.device
+        infinite = math.isinf(norm_type)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for grad in counted:
+            if infinite:
+                total = torch.maximum(total, grad.abs().max().double())
+            else:
+                total = total + torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
+        if self._mesh.model_group is not None:
+            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(total, operation, group=self._mesh.model_group)
+        norm = (total if infinite else total ** (1.0 / norm_type)).float()
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the gradient norm is {float(norm)}; no gradient was scaled")
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        return norm
+
+    # -- what runs, explained
+
+    @property
+    def program(self) -> fx.GraphModule:
+        """This rank's program, the one of the last step: ``print(model.program.code)``."""
+        return self._last.program
+
+    @property
+    def blocks(self) -> Blocks:
+        """This rank's blocks: ``print(model.blocks["F&B"].code)``."""
+        return self._last.blocks
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of all ranks, as it runs."""
+        return self._schedule
+
+    @property
+    def plan(self) -> Plan:
+        """Tensor-parallel styles and shards, and the partition into chunks."""
+        return self._plan
+
+    def report(self) -> Report:
+        """What was built, in numbers and sentences: ``print(model.report())``."""
+        return make_report(self._last, self._plan, self._mesh, self._options, len(self._artefacts))
+
+    def measure_peak(self, **batch: Any) -> int:
+        """Run one step node by node and return the peak of this rank's live activation bytes.
+
+        Counts every distinct storage that the program holds between two units (saved activations, hand-over,
+        boundaries, messages); not parameters, gradients, the batch, or temporaries inside a unit. Gradients are
+        left as they were.
+        """
+        engine = self._engine_for(batch, training=True)
+        inputs = self._inputs(engine, batch)
+        before = {p: p.grad.clone() if p.grad is not None else None for p in self.parameters()}
+        peak = measure_peak(engine, inputs, held=self._state.values())
+        for slots in self._slots.values():
+            for slot in slots.values():
+                slot.total = None
+        for parameter, grad in before.items():
+            parameter.grad = grad
+        return peak
+
+    # -- inside
+
+    def _lower(self, batch: Mapping[str, Any], *, training: bool) -> Lowered:
+        micro = {k: v[0] for k, v in batches.split(batch, self._options.n_microbatches).items()}
+        return lower_model(
+            self._source,
+            micro,
+            n_chunks=self._schedule.n_chunks,
+            only=self._schedule.placement.chunks_of(self._mesh.pp_rank),
+            tp_size=self._mesh.tp_size,
+            tp_plan=self._options.tp_plan,
+            split_layers=self._split,
+            loss_reduction=self._options.loss_reduction,
+            training=training,
+            device=self._mesh.device,
+        )
+
+    def _engine(self, lowered: Lowered, schedule: Schedule) -> Engine:
+        return Engine(
+            lowered,
+            schedule,
+            self._mesh,
+            state=self._state,
+            slots=self._slots,
+            artefacts=self._artefacts,
+            blocking=not self._options.braided,
+        )
+
+    def _engine_for(self, batch: Mapping[str, Any], *, training: bool) -> Engine:
+        key = (batches.signature(batch, self._options.n_microbatches), training)
+        if key not in self._engines:
+            if len(self._engines) >= self._options.max_programs:
+                raise BraidError(
+                    f"this batch ({key[0]}) would be program number {len(self._engines) + 1}, and max_programs is "
+                    f"{self._options.max_programs}; pad batches to fewer shapes, or raise max_programs"
+                )
+            lowered = self._lower(batch, training=training)
+            missing = [n for c in lowered.chunks.values() for n in c.joint.state.values() if n not in self._state]
+            if missing:
+                raise BraidError(f"with these inputs the model reads {missing[0]}, which it did not read before")
+            self._engines[key] = self._engine(
+                lowered, self._schedule if training else forward_only(self._schedule)
+            )
+        return self._engines[key]
+
+    def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+        micro = batches.split(batches.move(batch, self._mesh.device), self._options.n_microbatches)
+        inputs: dict[str, list[Any]] = {
+            name: values for name, values in micro.items() if isinstance(values[0], Tensor)
+        }
+        lowered = engine.lowered
+        if lowered.counts and engine.has_last:
+            for name, total in zip(lowered.counts, self._count(lowered, inputs), strict=True):
+                inputs[name] = [total.to(engine.one.dtype)] * self._options.n_microbatches
+        return inputs
+
+    def _count(self, lowered: Lowered, inputs: Mapping[str, list[Tensor]]) -> list[Tensor]:
+        """The loss denominators of the whole batch."""
+        if lowered.count is None:
+            return []
+        names = [n for n in lowered.inputs if n not in lowered.counts]
+        per_micro = [
+            lowered.count(*(inputs[n][mb] for n in names)) for mb in range(self._options.n_microbatches)
+        ]
+        return [torch.stack(values).sum() for values in zip(*per_micro, strict=True)]
+
+    def _total(self, losses: Sequence[Tensor]) -> Tensor:
+        """The sum over micro-batches, in their order."""
+        total = torch.zeros((), device=self._mesh.device, dtype=self._last.one.dtype)
+        for i, loss in enumerate(losses):
+            total = loss.detach().clone() if i == 0 else total + loss.detach()
+        return total
+
+    def _share(self, loss: Tensor) -> Tensor:
+        """The loss of the last chunk's rank, on every rank of the pipeline."""
+        if self._mesh.pp_group is not None and self._mesh.pp_size > 1:
+            source = self._schedule.placement.rank_of(self._schedule.n_chunks - 1)
+            dist.broadcast(loss, self._mesh.global_rank(source), group=self._mesh.pp_group)
+        return loss
+
+    def _combine_ties(self) -> None:
+        """Sum a tied parameter's gradients over the chunks that use it, here and on other ranks."""
+        for name in self._ties:
+            totals = [s[name].total for _, s in sorted(self._slots.items()) if name in s]
+            if not totals:
+                continue
+            total = None
+            for part in totals:
+                total = part if total is None else (total if part is None else total + part)
+            if total is None:
+                total = torch.zeros_like(self._state[name])
+            group = self._tie_groups[name]
+            if group is not None:
+                total = total.contiguous()
+                dist.all_reduce(total, group=group)
+            for slots in self._slots.values():
+                if name in slots:
+                    slots[name].total = None
+            parameter = self._state[name]
+            assert isinstance(parameter, nn.Parameter)
+            accumulate(parameter, total)
+
+    def _counts(self, name: str) -> bool:
+        """Does this rank count the parameter in a norm over the model?"""
+        if self._plan.tp.params[name].dim is None and self._mesh.tp_rank != 0:
+            return False
+        users = self._ties.get(name)
+        if users is None:
+            return True
+        return self._mesh.pp_rank == min(self._schedule.placement.rank_of(c) for c in users)
+
+    def _take(self, model: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
+        """Copy this rank's shards out of ``model`` and register them under their names."""
+        here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
+        users: dict[str, set[int]] = {}
+        for chunk in lowered.partition.chunks:
+            for name in chunk.params:
+                users.setdefault(name, set()).add(chunk.index)
+        full = dict(model.named_parameters())
+        state: dict[str, Tensor] = {}
+        for name, names in _aliases(model).items():
+            # A parameter that the loss does not read stays with the first chunk, so that nothing is lost.
+            if not users.get(name, {0}) & here:
+                continue
+            shard = self._plan.tp.params[name].take(full[name].detach(), self._mesh.tp_rank)
+            local = nn.Parameter(
+                shard.to(self._mesh.device, copy=True).contiguous(), requires_grad=full[name].requires_grad
+            )
+            state[name] = local
+            for alias in names:
+                _register(self, alias, local)
+        buffers = dict(model.named_buffers())
+        for name in {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state):
+            value = buffers[name].detach().to(self._mesh.device, copy=True)
+            owner, _, leaf = name.rpartition(".")
+            persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
+            _register(self, name, value, persistent=persistent)
+            state[name] = value
+        return state
+
+    def _make_slots(self, lowered: Lowered) -> dict[int, dict[str, GradSlot]]:
+        return {
+            index: {
+                name: GradSlot(parameter, shared=name in self._ties)
+                for name in lowered.partition.chunks[index].params
+                if isinstance(parameter := self._state[name], nn.Parameter)
+            }
+            for index in lowered.chunks
+        }
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of ``schedule`` in their order: what ``eval`` runs."""
+
+    def forwards(row: Sequence[Step]) -> Iterator[Action]:
+        for step in row:
+            yield from (action for action in parts(step) if action.phase is Do.F)
+
+    return Schedule(
+        name=f"{schedule.name} (forward)",
+        placement=schedule.placement,
+        m=schedule.m,
+        actions=tuple(tuple(forwards(row)) for row in schedule.actions),
+    )
+
+
+def _ties(partition: Partition, schedule: Schedule) -> dict[str, list[int]]:
+    """Parameters that several chunks use, with those chunks."""
+    users: dict[str, list[int]] = {}
+    for chunk in partition.chunks:
+        for name in chunk.params:
+            users.setdefault(name, []).append(chunk.index)
+    return {name: chunks for name, chunks in sorted(users.items()) if len(chunks) > 1}
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """First name -> all names of each parameter."""
+    found: dict[str, list[str]] = {}
+    for name, first in canonical_names(model).items():
+        found.setdefault(first, []).append(name)
+    return found
+
+
+def _register(root: nn.Module, name: str, value: Tensor, *, persistent: bool = True) -> None:
+    *path, leaf = name.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(leaf, value)
+    else:
+        module.register_buffer(leaf, value, persistent=persistent)
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """The model's structure with meta tensors for weights: what a later shape is traced from."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _model_output(outputs: dict[str, Any]) -> Any:
+    from transformers.utils.generic import ModelOutput
+
+    return ModelOutput(**outputs)

@@ -1,0 +1,106 @@
+"""``BraidedModel.report()``: what was built, in numbers and sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .passes.cost import nbytes
+from .passes.joint import Phase
+from .passes.marks import is_collective
+from .runtime.engine import Engine
+from .runtime.mesh import Mesh
+from .schedule import parts
+
+if TYPE_CHECKING:
+    from .model import Options, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """One chunk of this rank. Bytes are per micro-batch; ``handed`` lives from I to W."""
+
+    index: int
+    layers: range
+    units: dict[str, int]
+    collectives: dict[str, int]
+    matmuls: dict[str, int]
+    saved_bytes: int
+    handed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """See the fields; ``str()`` gives the text."""
+
+    sizes: str
+    schedule: str
+    chunks: tuple[ChunkReport, ...]
+    layers_per_chunk: tuple[int, ...]
+    blocks: dict[str, int]
+    units: int
+    artefacts: int
+    compile: str
+    braided: bool
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"fxbraid: {self.sizes}",
+            f"schedule {self.schedule}, {'braided' if self.braided else 'unbraided, blocking collectives'}",
+            f"layers per chunk: {', '.join(map(str, self.layers_per_chunk))}",
+            "blocks of this rank's program: " + ", ".join(f"{n} x {kind}" for kind, n in self.blocks.items()),
+            f"{self.units} units share {self.artefacts} artefacts (compile={self.compile})",
+        ]
+        for chunk in self.chunks:
+            phases = "; ".join(
+                f"{p}: {chunk.units[p]} units, {chunk.matmuls[p]} matmuls, {chunk.collectives[p]} all-reduces"
+                for p in chunk.units
+            )
+            lines.append(
+                f"chunk {chunk.index} (layers {chunk.layers.start} to {chunk.layers.stop - 1}): {phases}; saves "
+                f"{chunk.saved_bytes:,} bytes a micro-batch, hands {chunk.handed_bytes:,} from I to W"
+            )
+        return "\n".join([*lines, *self.notes])
+
+
+def make_report(engine: Engine, plan: Plan, mesh: Mesh, options: Options, artefacts: int) -> Report:
+    """The report of one engine on this rank."""
+    schedule = engine.schedule
+    counts: Counter[str] = Counter()
+    for step in schedule.actions[mesh.pp_rank]:
+        counts["&".join(action.phase.value for action in parts(step))] += 1
+    chunks = []
+    for index, chunk in sorted(engine.lowered.chunks.items()):
+        joint = chunk.joint
+        phases = [p for p in Phase if chunk.units[p]]
+        saved = {*chunk.for_I, *chunk.for_W} - set(joint.inputs.values())
+        chunks.append(
+            ChunkReport(
+                index=index,
+                layers=joint.chunk.layers,
+                units={p.value: len(chunk.units[p]) for p in phases},
+                collectives={
+                    p.value: sum(is_collective(n) and q is p for n, q in joint.phase.items())
+                    * (mesh.tp_size > 1)
+                    for p in phases
+                },
+                matmuls={p.value: sum(unit.matmuls for unit in chunk.units[p]) for p in phases},
+                saved_bytes=sum(nbytes(n.meta["val"]) for n in saved),
+                handed_bytes=sum(nbytes(n.meta["val"]) for n in chunk.handed),
+            )
+        )
+    return Report(
+        sizes=f"tp {mesh.tp_size} x pp {mesh.pp_size}, {options.n_microbatches} micro-batches, rank "
+        f"(pp {mesh.pp_rank}, tp {mesh.tp_rank})",
+        schedule=f"{schedule.name}, {schedule.n_chunks} chunks on {schedule.p} ranks ({schedule.placement.kind})",
+        chunks=tuple(chunks),
+        layers_per_chunk=tuple(len(c.layers) for c in plan.partition.chunks),
+        blocks=dict(counts),
+        units=sum(len(u) for c in engine.lowered.chunks.values() for u in c.units.values()),
+        artefacts=artefacts,
+        compile=str(options.compile),
+        braided=options.braided,
+        notes=plan.tp.notes,
+    )

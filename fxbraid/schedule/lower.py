@@ -1,0 +1,107 @@
+"""A schedule as one instruction list per rank: what to post, what to wait for, what to run.
+
+The FX program of a rank is this list with blocks in it, one node per instruction (``passes.program``); the
+simulator reads the same list where no graph exists.
+
+Every (phase, boundary) is a channel of its own and carries micro-batches in increasing order (the checker demands
+it), so both ends agree on the order of messages by construction, whatever else they do. A receive is posted one
+step before the step that needs it; a send leaves inside its block and is never waited for before the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from fxbraid.schedule.action import Action, Phase, Step, parts
+from fxbraid.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Channel:
+    """F: activations from ``chunk`` to ``chunk + 1``; I: gradients from ``chunk`` to ``chunk - 1``."""
+
+    phase: Literal["F", "I"]
+    chunk: int
+
+    @property
+    def target(self) -> int:
+        return self.chunk + 1 if self.phase == "F" else self.chunk - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One micro-batch over one channel."""
+
+    channel: Channel
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Give a receive its buffer."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """Wait for a posted receive."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run the block of a step; its sends are inside."""
+
+    step: Step
+
+
+Instruction = Post | Arrive | Run
+
+
+def channels(schedule: Schedule) -> list[tuple[Channel, int, int]]:
+    """Every channel between two ranks as (channel, source rank, destination rank), in one fixed order."""
+    place = schedule.placement
+    found = []
+    for chunk in range(place.n_chunks - 1):
+        here, there = place.rank_of(chunk), place.rank_of(chunk + 1)
+        if here != there:
+            found.append((Channel("F", chunk), here, there))
+            found.append((Channel("I", chunk + 1), there, here))
+    return found
+
+
+def needs(schedule: Schedule, action: Action) -> Message | None:
+    """The message from another rank that ``action`` needs before it can start, if any."""
+    place = schedule.placement
+    here = place.rank_of(action.chunk)
+    if action.phase is Phase.F and action.chunk > 0:
+        channel = Channel("F", action.chunk - 1)
+    elif action.phase in (Phase.I, Phase.B) and action.chunk < place.n_chunks - 1:
+        channel = Channel("I", action.chunk + 1)
+    else:
+        return None
+    if place.rank_of(channel.chunk) == here:
+        return None
+    return Message(channel, action.microbatch)
+
+
+def lower(schedule: Schedule, rank: int) -> list[Instruction]:
+    """The instructions of ``rank``, in order."""
+    row = schedule.actions[rank]
+    wanted = [[m for a in parts(step) if (m := needs(schedule, a)) is not None] for step in row]
+    return list(_instructions(row, wanted))
+
+
+def _instructions(row: tuple[Step, ...], wanted: list[list[Message]]) -> Iterator[Instruction]:
+    for message in wanted[0] if wanted else []:
+        yield Post(message)
+    for i, step in enumerate(row):
+        for message in wanted[i + 1] if i + 1 < len(row) else []:
+            yield Post(message)
+        for message in wanted[i]:
+            yield Arrive(message)
+        yield Run(step)

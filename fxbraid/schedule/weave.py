@@ -1,0 +1,115 @@
+"""The order of units inside a block: the braid itself, as data.
+
+The executor's block graphs, the simulator and the pictures all take their order from :func:`weave`, so that none
+of them can disagree with another about it (DESIGN section 7).
+
+The order is the paper's (arXiv 2510.27257, section 3, braided execution blocks)::
+
+    wait ARf; Attn_k(F);  launch ARf
+    wait ARb; MLP_q(I);   launch ARb;  MLP_q(W) or queue it
+    wait ARf; MLP_k(F);   launch ARf
+    wait ARb; Attn_q(I);  launch ARb;  Attn_q(W)
+
+A launch stands right after its unit and a wait right before the first unit that reads its result; neither is
+listed, both follow from the order of the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxbraid.schedule.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Strand:
+    """The units of one action inside a block.
+
+    ``phase``: "F", "I" or "W". ``launches[i]``: unit i ends with a collective. ``heavy[i]``: unit i contains a
+    matrix product, so it can hide a collective. ``depth[i]``: for W, the unit of I (its ``depth``) whose gradients
+    it needs. ``own`` (W only): the W of the I in this block; else its I is done and it can run at any time.
+    """
+
+    phase: str
+    launches: tuple[bool, ...]
+    heavy: tuple[bool, ...]
+    depth: tuple[int, ...]
+    own: bool = False
+
+    def __len__(self) -> int:
+        return len(self.launches)
+
+    def segments(self) -> list[list[int]]:
+        """Runs of units that end with a collective; the last one ends without."""
+        found: list[list[int]] = [[]]
+        for unit, launch in enumerate(self.launches):
+            found[-1].append(unit)
+            if launch:
+                found.append([])
+        return found
+
+
+def weave(strands: Sequence[Strand]) -> list[tuple[int, int]]:
+    """Order of a block: (strand, unit) pairs, every unit once.
+
+    One or two strands of F and I alternate, a segment of each in turn; a W of its own follows its I segment at
+    once; a W from the queue is spread evenly behind the launches.
+    """
+    comm = [s for s, strand in enumerate(strands) if strand.phase in ("F", "I")]
+    fill = [s for s, strand in enumerate(strands) if strand.phase == "W"]
+    if len(comm) > 2 or len(fill) > 1:
+        raise ScheduleError(f"a block takes at most two strands of F and I and one of W, got {len(strands)}")
+    if not comm:
+        return [(s, unit) for s in fill for unit in range(len(strands[s]))]
+    turns = _alternate(strands, comm)
+    if not fill:
+        return [(s, unit) for s, segment in turns for unit in segment]
+    if strands[fill[0]].own:
+        return _with_own(strands, turns, fill[0])
+    return _with_queued(strands, turns, fill[0])
+
+
+def _alternate(strands: Sequence[Strand], comm: Sequence[int]) -> list[tuple[int, list[int]]]:
+    queues = {s: strands[s].segments() for s in comm}
+    turns: list[tuple[int, list[int]]] = []
+    for step in range(max(len(q) for q in queues.values())):
+        turns += [(s, queues[s][step]) for s in comm if step < len(queues[s])]
+    return turns
+
+
+def _with_own(
+    strands: Sequence[Strand], turns: Sequence[tuple[int, list[int]]], fill: int
+) -> list[tuple[int, int]]:
+    """Each W unit right behind the I segment that makes its gradients; the rest at the end."""
+    order: list[tuple[int, int]] = []
+    pending = list(range(len(strands[fill])))
+    for s, segment in turns:
+        order += [(s, unit) for unit in segment]
+        if strands[s].phase == "I" and segment:
+            done = strands[s].depth[segment[-1]]
+            ready = [unit for unit in pending if strands[fill].depth[unit] <= done]
+            order += [(fill, unit) for unit in ready]
+            pending = [unit for unit in pending if unit not in ready]
+    return order + [(fill, unit) for unit in pending]
+
+
+def _with_queued(
+    strands: Sequence[Strand], turns: Sequence[tuple[int, list[int]]], fill: int
+) -> list[tuple[int, int]]:
+    """W units behind launches: of the I strand if the other strand already hides the F's, else of the only one."""
+    hidden_by = [s for s, _ in turns if strands[s].phase == "I"] or [s for s, _ in turns]
+    slots = [i for i, (s, seg) in enumerate(turns) if s in hidden_by and seg and strands[s].launches[seg[-1]]]
+    heavy = [unit for unit in range(len(strands[fill])) if strands[fill].heavy[unit]]
+    behind: dict[int, list[int]] = {}
+    for k, unit in enumerate(heavy):
+        at = slots[k * len(slots) // len(heavy)] if slots else len(turns) - 1
+        behind.setdefault(at, []).append(unit)
+    order: list[tuple[int, int]] = []
+    for i, (s, segment) in enumerate(turns):
+        order += [(s, unit) for unit in segment]
+        order += [(fill, unit) for unit in behind.get(i, [])]
+    # Light units hide nothing: they come last, where they delay nobody's message. A W unit never reads an earlier
+    # one's result except through sums of one parameter's gradient, so their order is kept.
+    placed = {unit for units in behind.values() for unit in units}
+    return order + [(fill, unit) for unit in range(len(strands[fill])) if unit not in placed]

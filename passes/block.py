@@ -1,0 +1,358 @@
+"""Pass ``braid``: the FX graph of one block, from the units of one to three actions.
+
+Contract: (parts, context) -> :class:`Block`. ``order`` comes from :func:`fxbraid.schedule.weave.weave`; a
+collective is launched right behind the unit that makes its input and waited for right before the first unit that
+reads its result; a boundary value is sent as soon as it exists::
+
+    F4 beside B1:   attn4_F = self.attn4_F(F_x0)
+                    ar = _c10d_functional.all_reduce(attn4_F)       # launch ARf
+                    mlp1_I = self.mlp1_I(I_dy0, ...)                # hides ARf
+                    ar_1 = _c10d_functional.all_reduce(mlp1_I)      # launch ARb
+                    mlp1_W = self.mlp1_W(...)                       # hides ARb
+                    wait = _c10d_functional.wait_tensor(ar)
+                    mlp4_F = self.mlp4_F(wait, ...)
+
+``blocking=True`` waits behind every launch: the same units in the same order with nothing hidden, the baseline that
+hiding is measured against.
+
+Inputs and outputs of a block, in the order of its parts (phase F, then I, then W):
+
+====== ============================================================ ==========================================
+phase  inputs                                                       outputs
+====== ============================================================ ==========================================
+F      user inputs, boundary values                                 boundary values that stay on this rank (or the
+                                                                    model's outputs), ``for_I``, ``for_W``
+I, B   ``for_I``, gradients of outputs (B also ``for_W``)           gradients that stay here (I also ``handed``)
+W      ``for_W``, ``handed``                                        none: it adds to the gradients
+====== ============================================================ ==========================================
+
+``for_I``, ``for_W`` and ``handed`` travel as lists that the block empties as it starts, so that a tensor is freed
+behind the last unit that reads it and not at the block's end.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from ..schedule import Action
+from ..schedule import Phase as Do
+from ..schedule.weave import Strand, weave
+from .joint import Phase
+from .marks import MARKS, is_collective
+from .units import ChunkUnits, Unit
+
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def box(*values: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors on their way from one block to another."""
+    return list(values)
+
+
+def unbox(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Move the tensors out of ``values``: the caller's list is left empty and keeps nothing alive."""
+    taken = list(values)
+    values.clear()
+    return taken
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContext:
+    """What a block's graph refers to by name.
+
+    ``modules``: the callable of every unit by label, and of every send by ``send_F{chunk}`` / ``send_I{chunk}``
+    for boundaries that lead to another rank.
+    """
+
+    chunks: Mapping[int, ChunkUnits]
+    modules: Mapping[str, nn.Module]
+    tp_group: str
+    blocking: bool = False
+
+
+@dataclass(slots=True)
+class Part:
+    """One action of a block: ``own_W`` for B, whose W is its own."""
+
+    action: Action
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        do = self.action.phase
+        return (Phase.I, Phase.W) if do is Do.B else (Phase(do.value),)
+
+
+@dataclass(slots=True)
+class Block:
+    """A block's graph and, per part, the names of what goes in and out (``passes.program`` connects them)."""
+
+    name: str
+    graph_module: fx.GraphModule
+    inputs: list[list[str]]
+    outputs: list[list[str]]
+
+    @property
+    def code(self) -> str:
+        """The Python that runs."""
+        return self.graph_module.code
+
+
+def block_name(parts: Sequence[Action]) -> str:
+    """``F0&B3``: phases and chunks; a W of another micro-batch than the I beside it says so by being there."""
+    return "&".join(f"{a.phase.value}{a.chunk}" for a in parts)
+
+
+def block_kind(parts: Sequence[Action]) -> str:
+    """``F&B``: phases alone."""
+    return "&".join(a.phase.value for a in parts)
+
+
+def braid(parts: Sequence[Action], context: BlockContext) -> Block:
+    """Build the block of ``parts``, given in the order in which the schedule names them."""
+    return _Builder(parts, context).build()
+
+
+@dataclass(slots=True)
+class _Line:
+    """One strand while its block is built: where each value of its chunk lives in the block's graph."""
+
+    part: int
+    phase: Phase
+    units: list[Unit]
+    chunk: ChunkUnits
+    env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    pending: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class _Builder:
+    def __init__(self, parts: Sequence[Action], context: BlockContext) -> None:
+        self.parts = list(parts)
+        self.context = context
+        self.graph = fx.Graph()
+        self.lines: list[_Line] = []
+        self.inputs: list[list[str]] = []
+        self.used: dict[str, nn.Module] = {}
+        self.sent: set[tuple[int, str]] = set()
+
+    def build(self) -> Block:
+        for i, action in enumerate(self.parts):
+            self._open(i, action)
+        for s, u in self._order():
+            self._run(self.lines[s], self.lines[s].units[u])
+        outputs: list[list[str]] = []
+        values: list[object] = []
+        for i, action in enumerate(self.parts):
+            names, results = self._results(i, action)
+            outputs.append(names)
+            values += results
+        self.graph.output(tuple(values))
+        self.graph.on_generate_code(lambda _: unpack_tuples)
+        module = fx.GraphModule(_root(self.used), self.graph, class_name="Block")
+        return Block(block_name(self.parts), module, self.inputs, outputs)
+
+    # -- inputs
+
+    def _open(self, i: int, action: Action) -> None:
+        chunk = self.context.chunks[action.chunk]
+        prefix = action.phase.value if self._alone(action) else f"{action.phase.value}{i}"
+        lines = [
+            _Line(i, phase, chunk.units[phase], chunk)
+            for phase in ((Phase.I, Phase.W) if action.phase is Do.B else (Phase(action.phase.value),))
+        ]
+        if len(lines) == 2:
+            lines[1].env = lines[0].env  # a B's W reads what its I made
+            lines[1].pending = lines[0].pending
+        env = lines[0].env
+        joint = chunk.joint
+        named: list[tuple[str, fx.Node | list[fx.Node]]] = []
+        if action.phase is Do.F:
+            named += list(joint.inputs.items())
+            named += [(f"x{k}", node) for k, node in enumerate(joint.boundary)]
+        if action.phase in (Do.I, Do.B):
+            named += [("for_I", chunk.for_I)]
+            named += [(f"dy{k}", node) for k, node in enumerate(joint.tangents)]
+        if action.phase in (Do.W, Do.B):
+            named += [("for_W", chunk.for_W)]
+        if action.phase is Do.W:
+            named += [("handed", chunk.handed)]
+        names = []
+        for name, value in named:
+            holder = self.graph.placeholder(f"{prefix}_{name}".lower())
+            names.append(name)
+            if isinstance(value, list):
+                boxed = self.graph.call_function(unbox, (holder,))
+                for k, node in enumerate(value):
+                    item = self._item(boxed, k, f"{prefix}_{name}_{k}".lower())
+                    env.setdefault(node, item)
+            else:
+                env[value] = holder
+        self.inputs.append(names)
+        self.lines += lines
+
+    def _alone(self, action: Action) -> bool:
+        return sum(a.phase is action.phase for a in self.parts) == 1
+
+    def _item(self, source: fx.Node, index: int, name: str) -> fx.Node:
+        return self.graph.create_node("call_function", operator.getitem, (source, index), {}, name=name)
+
+    # -- order
+
+    def _order(self) -> list[tuple[int, int]]:
+        own = {i for i, a in enumerate(self.parts) if a.phase is Do.B}
+        strands = [
+            Strand(
+                phase=line.phase.value,
+                launches=tuple(self._launches(line, unit) for unit in line.units),
+                heavy=tuple(unit.matmuls > 0 for unit in line.units),
+                depth=tuple(unit.index for unit in line.units),
+                own=line.phase is Phase.W and line.part in own,
+            )
+            for line in self.lines
+        ]
+        return weave(strands)
+
+    def _launches(self, line: _Line, unit: Unit) -> bool:
+        """Does the unit end with a TP mark? Also where tp_size is 1, so that the order does not depend on it."""
+        return any(is_collective(user) for out in unit.outs for user in _readers(line.chunk, out))
+
+    # -- units
+
+    def _run(self, line: _Line, unit: Unit) -> None:
+        args = tuple(self._value(line, node) for node in unit.args)
+        call = self._call(unit.label, args)
+        call.meta["unit"] = unit
+        # Gradients of parameters are not among the results: the unit's module adds them up.
+        values = [out for out, grad in zip(unit.outs, unit.grads, strict=True) if grad is None]
+        for k, out in enumerate(values):
+            line.env[out] = self._item(call, k, f"{unit.label}_{k}")
+        for out in unit.outs:
+            for user in _readers(line.chunk, out):
+                if line.chunk.is_collective(user):
+                    self._launch(line, unit, out, user)
+        self._send(line)
+
+    def _call(self, name: str, args: tuple[fx.Node, ...]) -> fx.Node:
+        self.used[name] = self.context.modules[name]
+        return self.graph.create_node("call_module", name, args, {}, name=name)
+
+    def _launch(self, line: _Line, unit: Unit, source: fx.Node, collective: fx.Node) -> None:
+        launch = self.graph.create_node(
+            "call_function",
+            ALL_REDUCE,
+            (line.env[source], "sum", self.context.tp_group),
+            {},
+            name=f"launch_{unit.label}",
+        )
+        line.pending[collective] = launch
+        if self.context.blocking:
+            self._value(line, collective)
+
+    def _value(self, line: _Line, node: fx.Node) -> fx.Node:
+        """Where ``node`` of the chunk's graph lives in the block; waits for its collective on first use."""
+        if node in line.pending:
+            launch = line.pending.pop(node)
+            name = launch.name.replace("launch", "wait", 1)
+            line.env[node] = self.graph.create_node("call_function", WAIT, (launch,), {}, name=name)
+        return line.env[node]
+
+    # -- outputs
+
+    def _send(self, line: _Line) -> None:
+        """Send what leaves this rank the moment that it is complete."""
+        for phase, values in ((Phase.F, line.chunk.outputs), (Phase.I, line.chunk.input_grads)):
+            name = f"send_{phase.value}{line.chunk.index}"
+            if line.phase is not phase or (line.part, name) in self.sent or name not in self.context.modules:
+                continue
+            if all(value in line.env for value in values):
+                self.sent.add((line.part, name))
+                self._call(name, tuple(line.env[value] for value in values))
+
+    def _results(self, i: int, action: Action) -> tuple[list[str], list[object]]:
+        line = next(line for line in self.lines if line.part == i)
+        chunk = line.chunk
+        for value in (*chunk.outputs, *chunk.input_grads, *chunk.for_I, *chunk.for_W, *chunk.handed):
+            if value in line.pending:
+                self._value(line, value)
+        self._send(line)
+        names: list[str] = []
+        values: list[object] = []
+
+        def add(prefix: str, nodes: Sequence[fx.Node]) -> None:
+            for k, node in enumerate(nodes):
+                names.append(f"{prefix}{k}")
+                values.append(line.env[node])
+
+        def add_list(name: str, nodes: Sequence[fx.Node]) -> None:
+            names.append(name)
+            values.append(self.graph.call_function(box, tuple(line.env[node] for node in nodes)))
+
+        if action.phase is Do.F:
+            if f"send_F{chunk.index}" not in self.context.modules:
+                add("y", chunk.outputs)
+            add_list("for_I", chunk.for_I)
+            add_list("for_W", chunk.for_W)
+        elif action.phase in (Do.I, Do.B):
+            if f"send_I{chunk.index}" not in self.context.modules:
+                add("dx", chunk.input_grads)
+            if action.phase is Do.I:
+                add_list("handed", chunk.handed)
+        return names, values
+
+
+def _readers(chunk: ChunkUnits, node: fx.Node) -> list[fx.Node]:
+    """Users of ``node``, and what lies behind marks that do nothing."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.append(user)
+        if user.target in MARKS and not chunk.is_collective(user):
+            found += _readers(chunk, user)
+    return found
+
+
+def _root(modules: Mapping[str, nn.Module]) -> nn.Module:
+    root = nn.Module()
+    for name, module in modules.items():
+        root.add_module(name, module)
+    return root
+
+
+_CALL = re.compile(r"^(\w+) = (.+)$")
+_ITEM = re.compile(r"^(\w+) = (\w+)\[(\d+)\](?:;  (?:\w+ = )+None)?$")
+
+
+def unpack_tuples(body: list[str]) -> list[str]:
+    """Print ``[a, b] = self.unit(x)`` for a call that is followed by one line per result.
+
+    A transformer for ``fx.Graph.on_generate_code``: it changes how the code reads, not what it does.
+    """
+    text = "".join(line for line in body if not line.startswith("# COUNTER"))
+    lines = [line for line in text.splitlines() if line.strip()]
+    result: list[str] = []
+    i = 0
+    while i < len(lines):
+        head = _CALL.match(lines[i])
+        items: list[str] = []
+        while head and (item := _ITEM.match(lines[i + 1 + len(items)])) and item[2] == head[1]:
+            if int(item[3]) != len(items):
+                break
+            items.append(item[1])
+            if _frees(lines[i + len(items)], head[1]):
+                break
+        if head and items and _frees(lines[i + len(items)], head[1]):
+            result.append(f"[{', '.join(items)}] = {head[2]}\n")
+            i += 1 + len(items)
+        else:
+            result.append(lines[i] + "\n")
+            i += 1
+    return result
+
+
+def _frees(line: str, name: str) -> bool:
+    return name in re.findall(r"(\w+) = ", line.partition(";")[2])

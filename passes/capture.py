@@ -1,0 +1,224 @@
+"""Pass ``capture``: the model's forward as one FX graph at micro-batch shape.
+
+Contract: (traceable copy of the model, one micro-batch of fake inputs) -> :class:`Captured`, whose graph has
+
+* a ``placeholder`` per tensor input of the user, named like the keyword,
+* a ``get_attr`` per parameter and buffer, its target the Hugging Face name (tied names: the first one),
+* torch operators with their ``nn_module_stack``, without export's runtime assertions,
+* an ``output``: one tuple, whose names are in ``outputs``::
+
+      def forward(self, input_ids, labels):
+          embedding = aten.embedding(self.model.embed_tokens.weight, input_ids)
+          ...
+          return (cross_entropy_loss, logits)      # outputs == ("loss", "logits")
+
+``use_cache=False`` holds for the trace only: the copy has a config of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..compat import FakeTensor, FakeTensorMode, fx_graph_cse
+from .errors import CaptureError, UnsupportedError
+
+_ASSERTIONS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The traced model; see the module's docstring."""
+
+    graph_module: fx.GraphModule
+    #: names of the graph's placeholders, in order
+    inputs: tuple[str, ...]
+    #: keys of the model's output, in the order of the graph's outputs
+    outputs: tuple[str, ...]
+
+
+def capture(
+    module: nn.Module,
+    kwargs: Mapping[str, Any],
+    *,
+    canonical: Mapping[str, str],
+    fake_mode: FakeTensorMode,
+) -> Captured:
+    """Trace ``module(**kwargs)``; non-tensor values in ``kwargs`` are constants of the trace.
+
+    Raises :class:`CaptureError` naming the module and source line where tracing stopped, and
+    :class:`UnsupportedError` for dropout and for buffers that the forward writes.
+    """
+    accepted = inspect.signature(module.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    unknown = [] if takes_any else [name for name in kwargs if name not in accepted]
+    if unknown:
+        raise CaptureError(
+            f"{type(module).__name__}.forward has no keyword {', '.join(map(repr, unknown))}; "
+            f"it takes {', '.join(accepted)}"
+        )
+    call = {name: _fake(value, fake_mode) for name, value in kwargs.items()}
+    config = getattr(module, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        config.use_cache = False
+        if "use_cache" in accepted:
+            call["use_cache"] = False
+    with _where_it_stops(module) as stack:
+        try:
+            exported = torch.export.export(module, (), call, strict=False)
+        except Exception as error:
+            raise CaptureError(_explain(module, error, stack)) from error
+    return _canonicalise(exported, module, call, canonical)
+
+
+def _fake(value: Any, fake_mode: FakeTensorMode) -> Any:
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        raise TypeError("capture takes fake tensors; make them with fake_inputs()")
+    return value
+
+
+def fake_inputs(
+    batch: Mapping[str, Any], *, fake_mode: FakeTensorMode, device: torch.device
+) -> dict[str, Any]:
+    """Fake tensors of the same shapes and dtypes on ``device`` (meta tensors are fine as input)."""
+    with fake_mode:
+        return {
+            name: torch.empty(value.shape, dtype=value.dtype, device=device)
+            if isinstance(value, Tensor)
+            else value
+            for name, value in batch.items()
+        }
+
+
+@contextmanager
+def _where_it_stops(module: nn.Module) -> Iterator[list[str]]:
+    """Keep the path of the module that runs: on an error its last entry says where the trace stopped."""
+    stack: list[str] = []
+    handles = []
+    for name, child in module.named_modules():
+
+        def enter(_m: nn.Module, _args: Any, name: str = name) -> None:
+            stack.append(name)
+
+        def leave(_m: nn.Module, _args: Any, _out: Any) -> None:
+            stack.pop()
+
+        handles.append(child.register_forward_pre_hook(enter, prepend=True))
+        handles.append(child.register_forward_hook(leave))
+    try:
+        yield stack
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _explain(module: nn.Module, error: Exception, stack: list[str]) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/fxbraid/" not in f.filename]
+    own = [f for f in own if f.filename != __file__]
+    where = stack[-1] if stack and stack[-1] else type(module).__name__
+    line = f' at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}: "{own[-1].line}"' if own else ""
+    cause = str(error).strip().splitlines()
+    return (
+        f"{type(module).__name__} does not trace: torch.export stopped in module {where!r}{line}. "
+        f"Cause: {type(error).__name__}: {cause[0] if cause else ''} "
+        "Control flow that depends on a tensor's values can't be traced; make it depend on shapes or on "
+        "constants, or pass the value in as a keyword."
+    )
+
+
+def _canonicalise(
+    exported: Any, module: nn.Module, call: Mapping[str, Any], canonical: Mapping[str, str]
+) -> Captured:
+    signature = exported.graph_signature
+    if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+        raise UnsupportedError(
+            f"the forward of {type(module).__name__} writes its "
+            f"{', '.join([*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()])}; "
+            "fxbraid does not carry state from one micro-batch to the next yet"
+        )
+    state: dict[str, Any] = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+        **exported.constants,
+    }
+    attribute_of = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    used: dict[str, Any] = {}
+    inputs: list[str] = []
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            target = attribute_of.get(node.name)
+            if target is not None:
+                if node.users:
+                    target = canonical.get(target, target)
+                    used[target] = state[target]
+                    env[node] = graph.get_attr(target)
+                    env[node].meta["val"] = node.meta["val"]
+                    env[node].meta["is_parameter"] = node.name in signature.inputs_to_parameters
+            elif isinstance(call.get(node.name), Tensor):
+                inputs.append(node.name)
+                env[node] = graph.placeholder(node.name)
+                env[node].meta = dict(node.meta)
+        elif node.op == "call_function":
+            if node.target not in _ASSERTIONS:
+                _refuse_dropout(node)
+                env[node] = graph.node_copy(node, env.__getitem__)
+        elif node.op == "output":
+            graph.output(tuple(env[leaf] for leaf in node.args[0] if isinstance(leaf, fx.Node)))
+        else:
+            raise UnsupportedError(f"the traced graph has a node of kind {node.op}: {node.format_node()}")
+    names = _output_names(exported)
+    # One tp_copy for the linears that share an input (q, k, v), one table for the layers that share it.
+    graph = fx_graph_cse(graph)
+    graph.eliminate_dead_code()
+    return Captured(fx.GraphModule(used, graph), tuple(inputs), names)
+
+
+def _refuse_dropout(node: fx.Node) -> None:
+    name = getattr(node.target, "_opname", "")
+    args = (*node.args, *node.kwargs.values())
+    if name == "scaled_dot_product_attention":
+        p = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    elif name == "dropout":
+        p = args[1] if args[2] else 0.0
+    elif "dropout" in name:
+        p = 1.0
+    else:
+        return
+    if p:
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        where = stack[-1][0] if stack else "the model"
+        raise UnsupportedError(
+            f"module {where!r} uses dropout p={p} in training mode; fxbraid does not support dropout yet "
+            "(the random state of a recomputed or reordered micro-batch is not carried): set the dropout "
+            "probabilities of the config to 0, or call model.eval() before braid()"
+        )
+
+
+def _output_names(exported: Any) -> tuple[str, ...]:
+    spec = exported.call_spec.out_spec
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    if isinstance(tree, Mapping):
+        return tuple(key for key, value in tree.items() if value is not None)
+    if isinstance(tree, int):
+        return ("loss",)
+    return tuple(f"output_{i}" for i in range(spec.num_leaves))

@@ -1,0 +1,43 @@
+"""Counting from the graph: FLOPs of a node, bytes of a value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of one node (2 per multiply-add of a matrix product, 0 for anything else)."""
+    if node.op != "call_function":
+        return 0
+    out = node.meta.get("val")
+    if node.target is torch.ops.aten.linear.default:
+        return 2 * math.prod(out.shape) * int(node.args[1].meta["val"].shape[1])  # type: ignore[union-attr]
+    if node.target is torch.ops.aten.matmul.default:
+        return 2 * math.prod(out.shape) * int(node.args[0].meta["val"].shape[-1])  # type: ignore[union-attr]
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        query, key = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
+        return 4 * math.prod(query.shape) * int(key.shape[-2])
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+
+    def value(arg: Any) -> Any:
+        return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+    args = fx.map_arg(node.args, value)
+    kwargs = fx.map_arg(node.kwargs, value)
+    try:
+        return int(count(*args, **kwargs, out_val=out))
+    except (TypeError, ValueError, AssertionError, NotImplementedError):
+        # A cost that can't be counted must not stop a trace: the node counts as free.
+        return 0
+
+
+def nbytes(val: Any) -> int:
+    """Bytes of a (fake) tensor's elements; 0 for anything else."""
+    return val.numel() * val.element_size() if isinstance(val, Tensor) else 0

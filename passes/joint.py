@@ -1,0 +1,271 @@
+"""Passes ``joint`` and ``split``: forward and backward of one chunk in one graph, every node in F, I or W.
+
+``joint``: (chunk) -> :class:`JointGraph`, AOTAutograd's joint graph with its inputs and outputs named.
+
+``split``: (joint) -> a phase per node::
+
+    F   what the forward computes
+    I   the closure of the gradients of the boundary inputs and of every backward all-reduce
+    W   the rest of the backward: gradients of parameters
+
+    y = x @ W                 F:  y = x @ W
+    dx = dy @ W.T        =>   I:  dx = dy @ W.T
+    dW = x.T @ dy             W:  dW = x.T @ dy
+
+I holds the collectives also where nothing asks for an input gradient (the first chunk), so no W has one. Views of
+parameters (a transposed weight) belong to no phase: they are made again where they are read and never saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import compat
+from .errors import UnsupportedError
+from .marks import TP_COPY, is_collective
+from .partition import Chunk
+
+aten = torch.ops.aten
+
+#: Views: they share their input's storage, cost nothing, and are safe to make twice.
+VIEWS = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+_NO_OPS = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, TP_COPY})
+
+
+class Phase(StrEnum):
+    """Phase of a node of the joint graph (words of DESIGN section 2)."""
+
+    F = "F"
+    I = "I"  # noqa: E741
+    W = "W"
+
+
+@dataclass(slots=True)
+class JointGraph:
+    """Forward and backward of one chunk.
+
+    Placeholders are keyed by what they are; ``outputs`` are the forward's (boundary values, or the model's),
+    ``tangents`` the gradients of the outputs, in the same order; ``param_grads`` and ``input_grads`` (by
+    boundary index) the backward's results.
+    """
+
+    chunk: Chunk
+    graph: fx.Graph
+    state: dict[fx.Node, str]
+    inputs: dict[str, fx.Node]
+    boundary: list[fx.Node]
+    tangents: list[fx.Node]
+    outputs: list[fx.Node]
+    param_grads: dict[str, fx.Node]
+    input_grads: list[fx.Node]
+    phase: dict[fx.Node, Phase]
+    #: views of parameters and buffers
+    free: set[fx.Node]
+
+
+def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.FakeTensorMode) -> JointGraph:
+    """Differentiate one chunk. ``outputs``: which of the model's outputs the last chunk returns (training wants
+    the loss alone); None elsewhere."""
+    module = _select_outputs(chunk, outputs)
+    args = []
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        with fake_mode:
+            val = node.meta["val"]
+            fake = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+        is_boundary = len(args) >= len(chunk.inputs)
+        args.append(fake.requires_grad_(is_boundary and fake.is_floating_point()))
+    with contextlib.ExitStack() as stack:
+        exported = compat.aot_export_joint_with_descriptors(
+            stack, module, tuple(args), decompositions=_decompositions()
+        )
+    graph = compat.fx_graph_cse(exported.graph_module.graph)
+    result = _describe(chunk, graph)
+    _drop_no_ops(result)
+    return result
+
+
+def _select_outputs(chunk: Chunk, outputs: Iterable[str] | None) -> fx.GraphModule:
+    module = fx.GraphModule(chunk.graph_module, _copy_graph(chunk.graph_module.graph))
+    if outputs is not None and chunk.outputs:
+        out = module.graph.output_node()
+        values = dict(zip(chunk.outputs, out.args[0], strict=True))  # type: ignore[arg-type]
+        out.args = (tuple(values[name] for name in outputs),)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    return module
+
+
+def _copy_graph(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
+def _decompositions() -> dict[Any, Any]:
+    """Only what hides a weight gradient inside an input gradient: fused norm backwards."""
+    from torch._decomp import get_decompositions
+
+    return dict(
+        get_decompositions(
+            [
+                aten.native_layer_norm_backward,
+                aten.native_group_norm_backward,
+                aten._fused_rms_norm_backward,
+            ]
+        )
+    )
+
+
+def _describe(chunk: Chunk, graph: fx.Graph) -> JointGraph:
+    state: dict[fx.Node, str] = {}
+    plain: dict[int, fx.Node] = {}
+    tangents: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            continue
+        desc = node.meta["desc"]
+        if isinstance(desc, compat.ParamAOTInput | compat.BufferAOTInput):
+            state[node] = desc.target
+        elif isinstance(desc, compat.PlainAOTInput):
+            plain[desc.idx] = node
+        elif isinstance(desc, compat.TangentAOTInput) and isinstance(desc.output, compat.PlainAOTOutput):
+            tangents[desc.output.idx] = node
+        else:
+            raise UnsupportedError(f"the chunk's graph has an input that fxbraid does not know: {desc}")
+    outputs: dict[int, fx.Node] = {}
+    param_grads: dict[str, fx.Node] = {}
+    grads: dict[int, fx.Node] = {}
+    out = graph.output_node()
+    for node, desc in zip(out.args[0], out.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if node is None:
+            continue  # the gradient of an input or parameter that wants none
+        if isinstance(desc, compat.PlainAOTOutput):
+            outputs[desc.idx] = node  # type: ignore[assignment]
+        elif isinstance(desc, compat.GradAOTOutput) and isinstance(desc.grad_of, compat.ParamAOTInput):
+            param_grads[desc.grad_of.target] = node  # type: ignore[assignment]
+        elif isinstance(desc, compat.GradAOTOutput) and isinstance(desc.grad_of, compat.PlainAOTInput):
+            grads[desc.grad_of.idx] = node  # type: ignore[assignment]
+        else:
+            raise UnsupportedError(f"the chunk's graph has an output that fxbraid does not know: {desc}")
+    first = len(chunk.inputs)
+    inputs = {name: plain[i] for i, name in enumerate(chunk.inputs) if i in plain}
+    boundary = [plain[first + i] for i in range(chunk.boundary_in)]
+    return JointGraph(
+        chunk=chunk,
+        graph=graph,
+        state=state,
+        inputs=inputs,
+        boundary=boundary,
+        tangents=[tangents[i] for i in sorted(tangents)],
+        outputs=[outputs[i] for i in sorted(outputs)],
+        param_grads=param_grads,
+        input_grads=[grads[first + i] for i in range(chunk.boundary_in) if first + i in grads],
+        phase={},
+        free=set(),
+    )
+
+
+def _drop_no_ops(result: JointGraph) -> None:
+    """Identity nodes vanish: detach, alias, and tp_copy, whose work is done once autograd has seen it."""
+
+    def source(node: Any) -> Any:
+        while isinstance(node, fx.Node) and node.target in _NO_OPS:
+            node = node.args[0]
+        return node
+
+    # Only roots are kept by hand: the graph's own output is rebuilt from them at the end.
+    result.outputs = [source(n) for n in result.outputs]
+    result.input_grads = [source(n) for n in result.input_grads]
+    result.param_grads = {k: source(n) for k, n in result.param_grads.items()}
+    out = result.graph.output_node()
+    out.args = (tuple([*result.outputs, *result.input_grads, *result.param_grads.values()]),)
+    out.meta = {}
+    for node in list(result.graph.nodes):
+        if node.op == "call_function" and node.target in _NO_OPS:
+            node.replace_all_uses_with(source(node))
+    # Anything that nothing reads goes, unused placeholders stay (they are the calling convention).
+    for node in reversed(list(result.graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            result.graph.erase_node(node)
+
+
+def split(result: JointGraph, *, training: bool = True) -> JointGraph:
+    """Give every node its phase. ``training=False`` keeps the forward alone (for ``eval``)."""
+    graph = result.graph
+    if not training:
+        result.input_grads, result.param_grads = [], {}
+        out = graph.output_node()
+        out.args = (tuple(result.outputs),)
+        for node in reversed(list(graph.nodes)):
+            if node.op == "call_function" and not node.users:
+                graph.erase_node(node)
+    held = set(result.state)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in VIEWS and all(n in held for n in node.all_input_nodes):
+            held.add(node)
+            result.free.add(node)
+    calls = [n for n in graph.nodes if n.op == "call_function" and n not in result.free]
+    from_tangents = descendants(result.tangents)
+    forward = ancestors(result.outputs)
+    for node in calls:
+        tag = node.meta.get("partitioner_tag")
+        if node in forward or (tag != "is_backward" and node not in from_tangents):
+            result.phase[node] = Phase.F
+    backward = [n for n in calls if n not in result.phase]
+    closure = ancestors(
+        [*(g for g in result.input_grads if g is not None), *(n for n in backward if is_collective(n))]
+    )
+    for node in backward:
+        result.phase[node] = Phase.I if node in closure else Phase.W
+    for node in calls:
+        # One kernel with several results is one node of work: its parts never lie in different phases.
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            result.phase[node] = result.phase[node.args[0]]
+    return result
+
+
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [n for n in roots if n is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.users
+    return found
+
+

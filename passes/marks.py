@@ -1,0 +1,88 @@
+"""The marks that the passes look for: three identity operators of torch.library with autograd.
+
+``shard`` puts them into the traced model; ``units`` cuts the graph at them and ``braid`` turns them into
+collectives. Nothing else in a graph is ever searched for by name.
+
+========== ============================= =============================
+mark       forward                       backward
+========== ============================= =============================
+tp_copy    identity                      all-reduce over TP (tp_reduce)
+tp_reduce  all-reduce over TP            identity (tp_copy)
+cut        identity, a unit ends here    identity, a unit ends here
+========== ============================= =============================
+
+``tp_copy`` and ``tp_reduce`` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). The backward of
+``funcol.all_reduce`` is another all-reduce, which would multiply gradients by t; hence operators of our own.
+They never run: the passes replace every one of them before anything is executed. The eager kernels exist
+for fake tensors and for reading a marked graph in one process, where t = 1 makes all three the identity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+_LIBRARY = torch.library.Library("fxbraid", "DEF")
+for _name in ("tp_copy", "tp_reduce", "cut"):
+    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+    # A clone and not the input itself: an operator of torch.library must not return an alias.
+    _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxbraid::{_name}", lambda x: torch.empty_like(x), lib=_LIBRARY)
+
+
+def _register(name: str, backward: str) -> None:
+    def run(ctx: object, grad: Tensor) -> Tensor:
+        op = getattr(torch.ops.fxbraid, backward)
+        return op(grad)  # type: ignore[no-any-return]
+
+    torch.library.register_autograd(f"fxbraid::{name}", run, lib=_LIBRARY)
+
+
+_register("tp_copy", "tp_reduce")
+_register("tp_reduce", "tp_copy")
+_register("cut", "cut")
+
+TP_COPY = torch.ops.fxbraid.tp_copy.default
+TP_REDUCE = torch.ops.fxbraid.tp_reduce.default
+CUT = torch.ops.fxbraid.cut.default
+
+#: Every mark; no unit may contain one.
+MARKS = frozenset({TP_COPY, TP_REDUCE, CUT})
+
+
+def tp_copy(x: Tensor) -> Tensor:
+    """Mark ``x`` as the input of column-parallel linears: its gradient is all-reduced over TP."""
+    return TP_COPY(x)  # type: ignore[no-any-return]
+
+
+def tp_reduce(x: Tensor) -> Tensor:
+    """Mark ``x`` as a partial sum of a row-parallel linear: it is all-reduced over TP."""
+    return TP_REDUCE(x)  # type: ignore[no-any-return]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """True for a node that becomes an all-reduce."""
+    return node.op == "call_function" and node.target is TP_REDUCE
+
+
+def is_mark(node: fx.Node) -> bool:
+    """True for any of the three marks."""
+    return node.op == "call_function" and node.target in MARKS
+
+
+#: Matrix products: what FLOPs are counted on, and what hides a collective.
+MATMULS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.linear.default,
+        torch.ops.aten.matmul.default,
+    }
+)
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """True for a matrix product (attention kernels are counted apart, by :func:`passes.cost.flops`)."""
+    return node.op == "call_function" and node.target in MATMULS

@@ -1,0 +1,266 @@
+"""Pass ``partition``: the model's graph in S chunks, one after the other.
+
+Contract: (captured graph, S) -> S graphs with the same inputs by name; chunk c takes the boundary values of chunk
+c - 1 as further placeholders ``boundary_0, ...`` and returns its own, the last chunk the model's outputs::
+
+    x = embedding(W, ids); m = mask(am)     chunk 0: (ids, am) -> x1      chunk 1: (am, boundary_0) -> loss
+    x1 = layer0(x, m)                   =>    m = mask(am)                  m = mask(am)      # made again
+    loss = head(layer1(x1, m))                x1 = layer0(embed(ids), m)    loss = head(layer1(boundary_0, m))
+
+A value that depends on inputs alone (rotary tables, masks, position ids) is made again in each chunk that reads
+it and never sent. ``cut`` marks go where a unit must end without a collective: after the embedding, and between
+layers of a model without TP marks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from .capture import Captured
+from .cost import flops
+from .errors import PartitionError
+from .marks import CUT, is_mark
+
+BOUNDARY = "boundary_{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One virtual pipeline stage before it is differentiated."""
+
+    index: int
+    graph_module: fx.GraphModule
+    #: placeholders that are the user's inputs (or loss counts), in order
+    inputs: tuple[str, ...]
+    #: number of boundary placeholders (after the inputs) and of boundary outputs
+    boundary_in: int
+    boundary_out: int
+    #: parameters by Hugging Face name, in order of first use
+    params: tuple[str, ...]
+    #: output names of the last chunk, () elsewhere
+    outputs: tuple[str, ...]
+    layers: range
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """``chunks`` in model order, ``layers`` = number of decoder layers, ``costs`` FLOPs of the forward per chunk."""
+
+    chunks: tuple[Chunk, ...]
+    layers: int
+    costs: tuple[int, ...]
+
+
+def partition(captured: Captured, n_chunks: int, *, split: str | Sequence[int] = "auto") -> Partition:
+    """Cut into ``n_chunks``. ``split``: "auto" balances FLOPs, embedding and head included; or the number of
+    layers of each chunk.
+
+    Raises :class:`PartitionError` for fewer layers than chunks, a split that does not add up, or a value that
+    would have to skip a chunk.
+    """
+    graph = captured.graph_module.graph
+    live = _live(graph)
+    segment, n_layers = _segments(graph, live)
+    if n_layers < n_chunks:
+        raise PartitionError(
+            f"the model has {n_layers} layers, fewer than the {n_chunks} chunks that the schedule cuts it into; "
+            f"use a smaller pp_size, a schedule with fewer chunks per rank, or a model of {n_chunks} layers or more"
+        )
+    costs = _segment_costs(segment, n_layers)
+    sizes = _balance(costs, n_chunks) if split == "auto" else _given(split, n_layers, n_chunks)
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    chunk_of_layer = [c for c, size in enumerate(sizes) for _ in range(size)]
+
+    def chunk_of(node: fx.Node) -> int:
+        return chunk_of_layer[min(max(segment[node], 0), n_layers - 1)]
+
+    _insert_cuts(graph, live, segment)
+    owner = {node: chunk_of(node) for node in graph.nodes if node in live and node.op == "call_function"}
+    chunks = tuple(
+        _extract(captured, c, n_chunks, owner, range(bounds[c], bounds[c + 1])) for c in range(n_chunks)
+    )
+    totals = [0] * n_chunks
+    for node, c in owner.items():
+        totals[c] += flops(node)
+    return Partition(chunks, n_layers, tuple(totals))
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on a parameter: activations. The rest follows from the inputs alone."""
+    live: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("is_parameter") or any(n in live for n in node.all_input_nodes):
+            live.add(node)
+    return live
+
+
+def _layer_paths(node: fx.Node) -> list[tuple[str, int]]:
+    """(container, index) for every numbered module around the node, outermost first."""
+    found = []
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        match = re.fullmatch(r"(.*?)\.?(\d+)", path)
+        if match:
+            found.append((match.group(1), int(match.group(2))))
+    return found
+
+
+def _segments(graph: fx.Graph, live: set[fx.Node]) -> tuple[dict[fx.Node, int], int]:
+    """Layer index of every live node: -1 before the first layer, n after the last."""
+    weight: Counter[str] = Counter()
+    indices: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        if node in live and node.op == "call_function":
+            for container, index in _layer_paths(node)[:1]:
+                weight[container] += max(flops(node), 1)
+                indices.setdefault(container, set()).add(index)
+    if not weight:
+        raise PartitionError(
+            "no numbered layers (model.layers.0, ...) were found in the traced model; fxbraid cuts between layers"
+        )
+    container = max(weight, key=lambda name: weight[name])
+    order = {index: i for i, index in enumerate(sorted(indices[container]))}
+    n_layers = len(order)
+    segment: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node not in live or node.op != "call_function":
+            continue
+        own = [order[i] for c, i in _layer_paths(node) if c == container]
+        before = max((segment[n] for n in node.all_input_nodes if n in segment), default=-1)
+        # Outside the layers: with its inputs, and behind the last layer once that has been left.
+        segment[node] = max(own[0], before) if own else (before if before < n_layers - 1 else n_layers)
+    return segment, n_layers
+
+
+def _segment_costs(segment: dict[fx.Node, int], n_layers: int) -> list[int]:
+    costs = [0] * (n_layers + 2)
+    for node, index in segment.items():
+        costs[index + 1] += flops(node)
+    return costs
+
+
+def _balance(costs: list[int], n_chunks: int) -> list[int]:
+    """Layers per chunk so that the dearest chunk is as cheap as possible, then the sum of squares (dynamic
+    programming over the cuts, at least one layer in each chunk)."""
+    n = len(costs) - 2
+    layer = costs[1:-1]
+    prefix = [0]
+    for cost in layer:
+        prefix.append(prefix[-1] + cost)
+
+    def cost_of(start: int, end: int) -> int:
+        extra = (costs[0] if start == 0 else 0) + (costs[-1] if end == n else 0)
+        return prefix[end] - prefix[start] + extra
+
+    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
+    for c in range(1, n_chunks + 1):
+        for end in range(c, n - (n_chunks - c) + 1):
+            options = []
+            for start in range(c - 1, end):
+                if (c - 1, start) in best:
+                    top, squares, sizes = best[c - 1, start]
+                    own = float(cost_of(start, end))
+                    options.append((max(top, own), squares + own * own, [*sizes, end - start]))
+            best[c, end] = min(options)
+    return best[n_chunks, n][2]
+
+
+def _given(split: str | Sequence[int], n_layers: int, n_chunks: int) -> list[int]:
+    if isinstance(split, str):
+        raise PartitionError(f'split={split!r}: use "auto" or a list with the layers of each chunk')
+    if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
+        raise PartitionError(
+            f"split={list(split)} must have {n_chunks} entries of 1 or more that add up to {n_layers} layers"
+        )
+    return list(split)
+
+
+def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int]) -> None:
+    """A unit ends after the embedding and before the head; without TP marks, after every layer as well."""
+    marked = any(is_mark(node) for node in graph.nodes)
+    head = max(segment.values())
+    for node in list(segment):
+        here = segment[node]
+        later = [u for u in node.users if u in segment and segment[u] > here]
+        if not later or not node.meta["val"].is_floating_point() or (
+            marked and here >= 0 and all(segment[u] < head for u in later)
+        ):
+            continue
+        with graph.inserting_after(node):
+            mark = graph.call_function(CUT, (node,))
+        mark.meta = dict(node.meta)
+        for user in later:
+            user.replace_input_with(node, mark)
+        segment[mark] = here
+        live.add(mark)
+
+
+def _extract(
+    captured: Captured, index: int, n_chunks: int, owner: dict[fx.Node, int], layers: range
+) -> Chunk:
+    source = captured.graph_module.graph
+    output = source.output_node()
+    last = index == n_chunks - 1
+    mine = [node for node in source.nodes if owner.get(node) == index]
+    entering = _crossing(source, owner, index - 1) if index else []
+    leaving = list(output.args[0]) if last else _crossing(source, owner, index)  # type: ignore[arg-type]
+    wanted: set[fx.Node] = set()
+    todo = [*mine, *(n for n in leaving if n not in owner)]
+    while todo:
+        node = todo.pop()
+        if node not in wanted and node not in entering:
+            wanted.add(node)
+            todo += [n for n in node.all_input_nodes if n not in owner or owner[n] == index]
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = []
+    for node in source.nodes:
+        if node.op == "placeholder" and node in wanted:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+            inputs.append(node.name)
+    for i, node in enumerate(entering):
+        env[node] = graph.placeholder(BOUNDARY.format(i))
+        env[node].meta["val"] = node.meta["val"]
+    params = []
+    for node in source.nodes:
+        if node in wanted and node.op in ("get_attr", "call_function"):
+            env[node] = graph.node_copy(node, env.__getitem__)
+            if node.meta.get("is_parameter"):
+                params.append(str(node.target))
+    graph.output(tuple(env[n] for n in leaving))
+    return Chunk(
+        index=index,
+        graph_module=fx.GraphModule(captured.graph_module, graph),
+        inputs=tuple(inputs),
+        boundary_in=len(entering),
+        boundary_out=0 if last else len(leaving),
+        params=tuple(params),
+        outputs=captured.outputs if last else (),
+        layers=layers,
+    )
+
+
+def _crossing(graph: fx.Graph, owner: dict[fx.Node, int], index: int) -> list[fx.Node]:
+    """Values that go from chunk ``index`` to ``index + 1``; anything that goes further is refused."""
+    found = []
+    for node in graph.nodes:
+        if owner.get(node) != index:
+            continue
+        last = max((owner.get(user, index) for user in node.users), default=index)
+        if last > index + 1:
+            raise PartitionError(
+                f"{node.name} of chunk {index} is read in chunk {last}: a skip connection over a chunk is not "
+                "supported yet; choose split so that both ends lie in neighbouring chunks"
+            )
+        if last == index + 1:
+            if not isinstance(node.meta["val"], Tensor):
+                raise PartitionError(f"{node.name} crosses a chunk boundary and is not a tensor")
+            found.append(node)
+    return found

@@ -1,0 +1,106 @@
+"""The list of passes, in order: from a model to the units of the chunks that one rank holds.
+
+====================  =======================================================================================
+shard                 plan -> local parameter shapes, marks around parallel linears
+capture               torch.export -> one FX graph of the forward
+normalise_loss        mean over a micro-batch -> share of the whole batch's mean
+partition             graph -> S chunks
+joint, split          chunk -> forward and backward, every node in F, I or W
+units                 F, I, W -> pieces between collectives
+compile               unit -> artefact, shared by units of equal structure          (``passes.compile``)
+braid                 units of one to three actions -> one block graph              (``passes.block``)
+program               schedule + blocks -> one graph per rank                       (``passes.program``)
+====================  =======================================================================================
+
+The last three need a schedule and a rank; ``runtime.engine`` calls them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import compat
+from .capture import capture, fake_inputs
+from .joint import joint, split
+from .loss import normalise_loss
+from .partition import Partition, partition
+from .shard import TpPlan, shard
+from .units import ChunkUnits, units
+from .verify import verify_split, verify_units
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A traced model, cut into chunks, with the units of some of them.
+
+    ``count``: graph of the loss denominators (None where the loss needs none), ``counts`` their names among the
+    inputs. ``outputs``: what the last chunk returns.
+    """
+
+    plan: TpPlan
+    partition: Partition
+    chunks: Mapping[int, ChunkUnits]
+    inputs: tuple[str, ...]
+    count: fx.GraphModule | None
+    counts: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def lower_model(
+    model: nn.Module,
+    microbatch: Mapping[str, Any],
+    *,
+    n_chunks: int,
+    only: Iterable[int] | None = None,
+    tp_size: int = 1,
+    tp_plan: str | Mapping[str, str] = "auto",
+    split_layers: str | Sequence[int] = "auto",
+    loss_reduction: str = "auto",
+    training: bool = True,
+    device: torch.device | str = "cpu",
+    verify: bool | None = None,
+) -> Lowered:
+    """Run the passes up to ``units``.
+
+    ``microbatch``: keyword arguments of the model at micro-batch shape (only shapes and dtypes of tensors are
+    read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
+    with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
+    The model is not modified.
+    """
+    device = torch.device(device)
+    verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
+    fake_mode = compat.FakeTensorMode()
+    sharded = shard(model, tp_size=tp_size, tp_plan=tp_plan, fake_mode=fake_mode, device=device)
+    captured = capture(
+        sharded.module,
+        fake_inputs(microbatch, fake_mode=fake_mode, device=device),
+        canonical=sharded.canonical,
+        fake_mode=fake_mode,
+    )
+    normalised = normalise_loss(captured, loss_reduction=loss_reduction)
+    parts = partition(normalised.captured, n_chunks, split=split_layers)
+    outputs = ("loss",) if training else normalised.captured.outputs
+    chunks: dict[int, ChunkUnits] = {}
+    for index in range(n_chunks) if only is None else only:
+        graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
+        graph = split(graph, training=training)
+        if verify:
+            verify_split(graph)
+        chunks[index] = units(graph, tp_size=tp_size)
+        if verify:
+            verify_units(chunks[index])
+    return Lowered(
+        plan=sharded.plan,
+        partition=parts,
+        chunks=chunks,
+        inputs=normalised.captured.inputs,
+        count=normalised.count,
+        counts=normalised.counts,
+        outputs=outputs,
+    )

@@ -1,0 +1,162 @@
+"""Pass ``program``: the schedule of a rank and its blocks, as one FX graph.
+
+Contract: (schedule, rank, blocks) -> :class:`Program`. One node per instruction of
+:func:`fxbraid.schedule.lower.lower`; running the program is running its generated code::
+
+    post_F1 = self.post_F1()                        # give the next receive its buffer
+    [F0_0_for_I, F0_0_for_W] = self.F0(ids_0)       # the send to the next rank is inside
+    [F1_0_x0] = self.arrive_F1(post_F1)
+    ...
+    return [loss_0, loss_1, ...]
+
+Inputs are the user's tensors, each a list with one entry per micro-batch, and ``one``, the gradient of the loss.
+A value is freed behind the last instruction that reads it (FX sets the name to None).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from ..schedule import Action, Schedule, parts
+from ..schedule import Phase as Do
+from ..schedule.lower import Arrive, Message, Post, Run, lower
+from .block import Block, block_name, unpack_tuples
+from .units import ChunkUnits
+
+ONE = "one"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """``graph_module(*inputs)`` returns one list: the outputs of the last chunk per micro-batch, in order (empty
+    on ranks without it). ``inputs`` names the placeholders."""
+
+    graph_module: fx.GraphModule
+    inputs: tuple[str, ...]
+
+
+def program(
+    schedule: Schedule,
+    rank: int,
+    *,
+    chunks: dict[int, ChunkUnits],
+    block: Callable[[tuple[Action, ...]], Block],
+    modules: dict[str, nn.Module],
+) -> Program:
+    """``block(parts)`` gives the block of a step's actions; ``modules`` the receives, ``post_*`` and ``arrive_*``."""
+    return _Builder(schedule, rank, chunks, block, modules).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        chunks: dict[int, ChunkUnits],
+        block: Callable[[tuple[Action, ...]], Block],
+        modules: dict[str, nn.Module],
+    ) -> None:
+        self.schedule, self.rank, self.chunks = schedule, rank, chunks
+        self.block, self.modules = block, modules
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.env: dict[tuple[str, int, int, str], fx.Node] = {}
+        self.posted: dict[Message, fx.Node] = {}
+        self.inputs: dict[str, fx.Node] = {}
+
+    def build(self) -> Program:
+        names = [n for c in sorted(self.chunks) for n in self.chunks[c].joint.inputs]
+        for name in dict.fromkeys([*names, ONE]):
+            self.inputs[name] = self.graph.placeholder(name)
+        for instruction in lower(self.schedule, self.rank):
+            if isinstance(instruction, Post):
+                node = self._module(f"post_{_channel(instruction.message)}", ())
+                self.posted[instruction.message] = node
+            elif isinstance(instruction, Arrive):
+                node = self._arrive(instruction.message)
+            else:
+                node = self._run(instruction)
+            node.meta["instruction"] = instruction
+        last = self.schedule.n_chunks - 1
+        results: list[list[fx.Node]] = []
+        if last in self.chunks:
+            width = len(self.chunks[last].outputs)
+            results = [
+                [self.env["y", last, mb, f"y{k}"] for k in range(width)] for mb in range(self.schedule.m)
+            ]
+        self.graph.output(results)
+        self.graph.on_generate_code(lambda _: unpack_tuples)
+        return Program(fx.GraphModule(self.root, self.graph, class_name="Program"), tuple(self.inputs))
+
+    def _module(self, name: str, args: Sequence[fx.Node]) -> fx.Node:
+        if not hasattr(self.root, name):
+            self.root.add_module(name, self.modules[name])
+        return self.graph.create_node("call_module", name, tuple(args), {}, name=name)
+
+    def _item(self, source: fx.Node, index: int, name: str) -> fx.Node:
+        return self.graph.create_node("call_function", operator.getitem, (source, index), {}, name=name)
+
+    def _arrive(self, message: Message) -> fx.Node:
+        channel = message.channel
+        node = self._module(f"arrive_{_channel(message)}", (self.posted.pop(message),))
+        if channel.phase == "F":
+            count = len(self.chunks[channel.target].joint.boundary)
+        else:
+            count = len(self.chunks[channel.target].joint.tangents)
+        kind = "y" if channel.phase == "F" else "dx"
+        for k in range(count):
+            label = f"{kind}{channel.chunk}_{message.microbatch}_{k}"
+            self.env[kind, channel.chunk, message.microbatch, f"{kind}{k}"] = self._item(node, k, label)
+        return node
+
+    def _run(self, instruction: Run) -> fx.Node:
+        actions = parts(instruction.step)
+        block = self.block(actions)
+        args = [
+            self._input(action, name)
+            for action, names in zip(actions, block.inputs, strict=True)
+            for name in names
+        ]
+        module = block.name.replace("&", "_")
+        if not hasattr(self.root, module):
+            self.root.add_module(module, block.graph_module)
+        label = "_".join(f"{a.phase.value}{a.chunk}_{a.microbatch}" for a in actions)
+        node = self.graph.create_node("call_module", module, tuple(args), {}, name=f"do_{label}")
+        index = 0
+        for action, names in zip(actions, block.outputs, strict=True):
+            for name in names:
+                label = f"{name}_{action.chunk}_{action.microbatch}"
+                value = self._item(node, index, label)
+                self.env[_kind(name), action.chunk, action.microbatch, name] = value
+                index += 1
+        return node
+
+    def _input(self, action: Action, name: str) -> fx.Node:
+        chunk, mb = action.chunk, action.microbatch
+        if name in ("for_I", "for_W", "handed"):
+            return self.env.pop((name, chunk, mb, name))
+        if action.phase is Do.F and name in self.inputs and name in self.chunks[chunk].joint.inputs:
+            key = ("input", -1, mb, name)
+            if key not in self.env:
+                self.env[key] = self._item(self.inputs[name], mb, f"{name}_{mb}")
+            return self.env[key]
+        if action.phase is Do.F:
+            return self.env["y", chunk - 1, mb, f"y{name.removeprefix('x')}"]
+        if chunk == self.schedule.n_chunks - 1:
+            return self.inputs[ONE]
+        return self.env["dx", chunk + 1, mb, f"dx{name.removeprefix('dy')}"]
+
+
+def _kind(name: str) -> str:
+    return name if name in ("for_I", "for_W", "handed") else name.rstrip("0123456789")
+
+
+def _channel(message: Message) -> str:
+    return f"{message.channel.phase}{message.channel.chunk}"
+
+
+__all__ = ["ONE", "Program", "block_name", "program"]

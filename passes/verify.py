@@ -1,0 +1,93 @@
+"""The verifier that runs between passes: each check states what a pass promises the next one.
+
+It runs where ``FXBRAID_VERIFY=1`` (the test suite sets it) or ``lower_model(..., verify=True)``, and raises
+:class:`~fxbraid.passes.errors.VerifyError`, which always means a bug of fxbraid.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from .block import ALL_REDUCE, WAIT, Block
+from .errors import VerifyError
+from .joint import VIEWS, JointGraph, Phase
+from .marks import MARKS, is_collective, is_mark
+from .units import ChunkUnits
+
+_ORDER = {Phase.F: 0, Phase.I: 1, Phase.W: 2}
+
+
+def verify_split(joint: JointGraph) -> None:
+    """Every node has a phase, no phase reads a later one, and W holds no collective."""
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if (node in joint.phase) == (node in joint.free):
+            raise VerifyError(f"{node.name} must be in exactly one of F, I, W, or be a view of a parameter")
+        if node in joint.free:
+            if node.target not in VIEWS:
+                raise VerifyError(f"{node.name} is no view and can't be made twice")
+            continue
+        phase = joint.phase[node]
+        if phase is Phase.W and is_collective(node):
+            raise VerifyError(f"collective {node.name} lies in W")
+        for source in node.all_input_nodes:
+            if source in joint.phase and _ORDER[joint.phase[source]] > _ORDER[phase]:
+                raise VerifyError(f"{node.name} of {phase} reads {source.name} of {joint.phase[source]}")
+            if phase is Phase.F and source in joint.tangents:
+                raise VerifyError(f"{node.name} of F reads the gradient {source.name}")
+
+
+def verify_units(chunk: ChunkUnits) -> None:
+    """Every node of every phase lies in exactly one unit, no unit holds a mark, and within F, and within I then W,
+    each unit reads only earlier ones and what the program passes."""
+    joint = chunk.joint
+    for phase, units in chunk.units.items():
+        planned = Counter(
+            str(n.target) for n in joint.phase if joint.phase[n] is phase and not is_mark(n)
+        )
+        built: Counter[str] = Counter()
+        for unit in units:
+            for node in unit.graph_module.graph.nodes:
+                if node.op == "call_function":
+                    if node.target in MARKS:
+                        raise VerifyError(f"unit {unit.label} holds a mark: {node.format_node()}")
+                    built[str(node.target)] += 1
+        views = {str(v) for v in VIEWS}
+        wrong = {t for t in planned | built if planned[t] != built[t] and not (t in views and built[t] > planned[t])}
+        if wrong:
+            raise VerifyError(
+                f"units of {phase} of chunk {chunk.index} do not hold each node once: "
+                f"{ {t: (planned[t], built[t]) for t in wrong} } (planned, built)"
+            )
+    _verify_reads(chunk)
+
+
+def _verify_reads(chunk: ChunkUnits) -> None:
+    joint = chunk.joint
+    starts: dict[Phase, set[fx.Node]] = {
+        Phase.F: {*joint.inputs.values(), *joint.boundary},
+        Phase.I: {*chunk.for_I, *joint.tangents},
+        Phase.W: {*chunk.for_W, *chunk.handed},
+    }
+    for phase, units in chunk.units.items():
+        known = set(starts[phase])
+        for unit in units:
+            for arg in unit.args:
+                source = arg.args[0] if chunk.is_collective(arg) else arg
+                if arg not in known and chunk.resolve(source) not in known:  # type: ignore[arg-type]
+                    raise VerifyError(f"unit {unit.label} reads {arg.name}, which nothing before it makes")
+            known |= set(unit.outs)
+
+
+def verify_block(block: Block) -> None:
+    """Every launch is waited for exactly once, behind it."""
+    order = {node: i for i, node in enumerate(block.graph_module.graph.nodes)}
+    for node in order:
+        if node.target is ALL_REDUCE:
+            waits = [u for u in node.users if u.target is WAIT]
+            if len(waits) != 1 or len(node.users) != 1 or order[waits[0]] <= order[node]:
+                raise VerifyError(f"block {block.name}: {node.name} has {len(waits)} waits among {list(node.users)}")
+    block.graph_module.graph.lint()

@@ -1,0 +1,159 @@
+"""One traced signature on one rank: units bound to parameters, blocks, the program, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..passes.block import Block, BlockContext, block_kind, block_name, braid
+from ..passes.compile import Artefacts
+from ..passes.errors import BraidError
+from ..passes.joint import Phase
+from ..passes.pipeline import Lowered
+from ..passes.program import ONE, program
+from ..passes.verify import verify_block
+from ..schedule import Action, Schedule
+from ..schedule import Phase as Do
+from ..schedule.lower import Channel
+from .mesh import Mesh
+from .p2p import Arrive, Layout, Outbox, Post, Send
+from .unit import BoundUnit, GradSlot
+
+#: The eight kinds of block (DESIGN section 2) and the two that a reproducible order needs.
+KINDS = ("F", "B", "I", "W", "F&B", "F&I", "F&W", "F&F", "I&W", "F&I&W")
+
+
+class Blocks(Mapping[str, Block]):
+    """The blocks of this rank: ``blocks["F0&B3"]`` by chunks, ``blocks["F&B"]`` any of that kind.
+
+    A block that no schedule asked for yet is built on demand.
+    """
+
+    def __init__(self, context: BlockContext) -> None:
+        self._context = context
+        self._built: dict[str, Block] = {}
+
+    def get_block(self, parts: Sequence[Action]) -> Block:
+        """The block of one step's actions."""
+        name = block_name(parts)
+        if name not in self._built:
+            block = braid(parts, self._context)
+            verify_block(block)
+            self._built[name] = block
+        return self._built[name]
+
+    def __getitem__(self, key: str) -> Block:
+        if key in self._built:
+            return self._built[key]
+        for name, block in self._built.items():
+            if "&".join(part[0] for part in name.split("&")) == key:
+                return block
+        return self.get_block(self._parse(key))
+
+    def _parse(self, key: str) -> list[Action]:
+        mine = sorted(self._context.chunks)
+        parts = []
+        for text in key.split("&"):
+            phase, chunk = text[:1], text[1:]
+            if phase not in ("F", "I", "W", "B") or (chunk and not chunk.isdigit()):
+                raise KeyError(f"{key!r} names no block; kinds are {', '.join(KINDS)}, with chunks as in 'F0&B3'")
+            default = mine[0] if phase == "F" and not parts else mine[-1]
+            parts.append(Action(Do(phase), int(chunk) if chunk else default, len(parts)))
+            if parts[-1].chunk not in mine:
+                raise KeyError(f"chunk {parts[-1].chunk} is not on this rank, which holds {mine}")
+        if block_kind(parts) not in KINDS:
+            raise KeyError(f"{block_kind(parts)} is not a kind of block; kinds are {', '.join(KINDS)}")
+        return parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._built)
+
+    def __len__(self) -> int:
+        return len(self._built)
+
+
+class Engine:
+    """Runs one schedule on one rank for one signature of inputs.
+
+    ``state``: this rank's parameters and buffers by name; ``slots``: the gradient slots by chunk and parameter.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        schedule: Schedule,
+        mesh: Mesh,
+        *,
+        state: Mapping[str, Tensor],
+        slots: Mapping[int, Mapping[str, GradSlot]],
+        artefacts: Artefacts,
+        blocking: bool = False,
+    ) -> None:
+        self.lowered, self.schedule, self.mesh = lowered, schedule, mesh
+        self.outbox = Outbox()
+        modules: dict[str, nn.Module] = {}
+        for index, chunk in lowered.chunks.items():
+            for unit in (u for us in chunk.units.values() for u in us):
+                modules[unit.label] = BoundUnit(unit, artefacts.get(unit), state, slots.get(index, {}))
+        modules |= self._channels()
+        context = BlockContext(
+            chunks=lowered.chunks, modules=modules, tp_group=mesh.tp_group_name, blocking=blocking
+        )
+        self.blocks = Blocks(context)
+        self.compiled = program(
+            schedule,
+            mesh.pp_rank,
+            chunks=dict(lowered.chunks),
+            block=self.blocks.get_block,
+            modules=modules,
+        )
+        self.one = torch.ones((), device=mesh.device, dtype=self._loss_dtype())
+
+    @property
+    def program(self) -> fx.GraphModule:
+        """The rank's program."""
+        return self.compiled.graph_module
+
+    @property
+    def has_last(self) -> bool:
+        """Does this rank hold the last chunk, and so the loss?"""
+        return self.schedule.n_chunks - 1 in self.lowered.chunks
+
+    def _loss_dtype(self) -> torch.dtype:
+        last = self.lowered.chunks.get(self.schedule.n_chunks - 1)
+        return last.outputs[0].meta["val"].dtype if last is not None else torch.float32
+
+    def _channels(self) -> dict[str, nn.Module]:
+        modules: dict[str, nn.Module] = {}
+        place = self.schedule.placement
+        for channel, group in self.mesh.channel_groups(self.schedule).items():
+            phase = Phase(channel.phase)
+            source, target = place.rank_of(channel.chunk), place.rank_of(channel.target)
+            if self.mesh.pp_rank == source:
+                peer = self.mesh.global_rank(target)
+                modules[f"send_{phase}{channel.chunk}"] = Send(group, peer, self.outbox)
+            else:
+                peer = self.mesh.global_rank(source)
+                layouts = self._layouts(channel)
+                modules[f"post_{phase}{channel.chunk}"] = Post(group, peer, layouts)
+                modules[f"arrive_{phase}{channel.chunk}"] = Arrive()
+        return modules
+
+    def _layouts(self, channel: Channel) -> list[Layout]:
+        joint = self.lowered.chunks[channel.target].joint
+        nodes = joint.boundary if channel.phase == "F" else joint.tangents
+        return [Layout.of(node.meta["val"]) for node in nodes]
+
+    @torch.no_grad()
+    def run(self, inputs: Mapping[str, Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Run the program. ``inputs``: per name, one tensor per micro-batch. Returns the last chunk's outputs per
+        micro-batch (empty on ranks without it); gradients are in the slots."""
+        missing = [n for n in self.compiled.inputs if n != ONE and n not in inputs]
+        if missing:
+            raise BraidError(f"inputs {', '.join(missing)} are missing")
+        args = [self.one if name == ONE else inputs[name] for name in self.compiled.inputs]
+        results = self.program(*args)
+        self.outbox.flush()
+        return list(results)

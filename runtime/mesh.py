@@ -1,0 +1,158 @@
+"""Ranks and groups: who holds which chunk, who shares a tensor-parallel group, who talks to whom.
+
+A :class:`Mesh` is made once per ``braid``. With one process and no process group every group is None and nothing
+here communicates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..passes.errors import BraidError
+from ..schedule import Placement, Schedule
+from ..schedule.lower import Channel, channels
+
+#: A peer that is silent for so long is dead: on every group that fxbraid makes.
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(slots=True)
+class Mesh:
+    """This process's place among pp_size x tp_size ranks (pp the slower axis)."""
+
+    device: torch.device
+    pp_size: int = 1
+    tp_size: int = 1
+    pp_rank: int = 0
+    tp_rank: int = 0
+    #: global ranks, ranks[pp][tp]
+    ranks: list[list[int]] = field(default_factory=lambda: [[0]])
+    tp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    model_group: dist.ProcessGroup | None = None
+    timeout: timedelta = TIMEOUT
+    _pairs: dict[tuple[Placement, Channel], dist.ProcessGroup] = field(default_factory=dict)
+    _ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def tp_group_name(self) -> str:
+        """What a functional collective calls the group; "" where there is none."""
+        return self.tp_group.group_name if self.tp_group is not None else ""
+
+    def global_rank(self, pp_rank: int) -> int:
+        """The global rank of pipeline rank ``pp_rank`` in this process's column."""
+        return self.ranks[pp_rank][self.tp_rank]
+
+    def channel_groups(self, schedule: Schedule) -> dict[Channel, dist.ProcessGroup]:
+        """The communicators of this rank's channels, made now where they are not there yet, in one fixed order."""
+        found: dict[Channel, dist.ProcessGroup] = {}
+        for channel, source, target in channels(schedule):
+            if self.pp_rank not in (source, target):
+                continue
+            key = (schedule.placement, channel)
+            if key not in self._pairs:
+                self._pairs[key] = self._new_group([self.global_rank(source), self.global_rank(target)])
+            found[channel] = self._pairs[key]
+        return found
+
+    def tie_group(self, pp_ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """The group of the ranks of this column that share a tied parameter; None for a single one."""
+        members = tuple(sorted(set(pp_ranks)))
+        if len(members) < 2 or self.pp_rank not in members:
+            return None
+        if members not in self._ties:
+            self._ties[members] = self._new_group([self.global_rank(r) for r in members])
+        return self._ties[members]
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        # Members alone take part; each rank walks the same list, so two of them never wait for each other crosswise.
+        group = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        # Communicators are made on first use (NCCL): use it now, where every member is here.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        return group
+
+
+def make_mesh(
+    device_mesh: DeviceMesh | None, *, tp_size: int | None, pp_size: int | None, dp_size: int | None
+) -> Mesh:
+    """Check the sizes against the world and make the groups.
+
+    Raises :class:`BraidError` before any collective where they do not fit.
+    """
+    if dp_size not in (None, 1):
+        raise BraidError(f"dp_size={dp_size}: the data-parallel axis is not supported yet; use dp_size=1")
+    if device_mesh is not None:
+        return _from_device_mesh(device_mesh, tp_size, pp_size)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    pp, tp = _sizes(world, pp_size, tp_size)
+    device = _device()
+    if world == 1 and not dist.is_initialized():
+        return Mesh(device=device)
+    mesh = init_device_mesh(device.type, (pp, tp), mesh_dim_names=("pp", "tp"))
+    return _from_device_mesh(mesh, None, None)
+
+
+def _sizes(world: int, pp_size: int | None, tp_size: int | None) -> tuple[int, int]:
+    for name, size in (("pp_size", pp_size), ("tp_size", tp_size)):
+        if size is not None and size < 1:
+            raise BraidError(f"{name}={size} must be 1 or more")
+    if tp_size is None and pp_size is None:
+        tp_size, pp_size = 1, world
+    elif tp_size is None and pp_size is not None:
+        tp_size = max(world // pp_size, 1)
+    elif pp_size is None and tp_size is not None:
+        pp_size = max(world // tp_size, 1)
+    pp, tp = pp_size or 1, tp_size or 1
+    if pp * tp != world:
+        raise BraidError(
+            f"tp_size={tp} x pp_size={pp} needs {tp * pp} processes, but there are {world}; start "
+            f"{tp * pp} (torchrun --nproc-per-node {tp * pp} ...) or choose sizes whose product is {world}"
+        )
+    return pp, tp
+
+
+def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None) -> Mesh:
+    if tp_size is not None or pp_size is not None:
+        raise BraidError("give device_mesh or the sizes (tp_size, pp_size), not both")
+    names = mesh.mesh_dim_names or ()
+    if not set(names) <= {"pp", "tp", "dp"} or not names:
+        raise BraidError(f'the axes of device_mesh are {names}; name them "pp" and "tp"')
+    if "dp" in names and mesh["dp"].size() > 1:
+        raise BraidError('the data-parallel axis "dp" of device_mesh is not supported yet; use size 1')
+    ranks = mesh.mesh
+    for axis in ("pp", "tp"):
+        if axis not in names:
+            ranks = ranks.unsqueeze(0 if axis == "pp" else -1)
+    order = [n for n in names if n in ("pp", "tp")]
+    if order == ["tp", "pp"]:
+        raise BraidError('put the "pp" axis of device_mesh before "tp": tensor-parallel ranks must be neighbours')
+    table = ranks.reshape(ranks.shape[-2], ranks.shape[-1]).tolist()
+    me = dist.get_rank()
+    pp_rank, tp_rank = next((r, t) for r, row in enumerate(table) for t, rank in enumerate(row) if rank == me)
+    everyone = [rank for row in table for rank in row]
+    whole = len(everyone) == dist.get_world_size()
+    return Mesh(
+        device=_device(mesh.device_type),
+        pp_size=len(table),
+        tp_size=len(table[0]),
+        pp_rank=pp_rank,
+        tp_rank=tp_rank,
+        ranks=table,
+        tp_group=mesh["tp"].get_group() if "tp" in names else None,
+        pp_group=mesh["pp"].get_group() if "pp" in names else None,
+        model_group=dist.group.WORLD if whole else dist.new_group(everyone, use_local_synchronization=True),
+    )
+
+
+def _device(kind: str | None = None) -> torch.device:
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device(kind)
