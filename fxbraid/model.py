@@ -129,7 +129,7 @@ class BraidedModel(nn.Module):
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
         Every parameter counts once, whether sharded, replicated over TP or tied across ranks. Returns the norm
-        before clipping, 0-d float32, the same on every rank (as ``torch.nn.utils.clip_grad_norm_`` does).
+        before clipping, 0-d, float32 (float64 for a float64 model), the same on every rank (as ``torch.nn.utils.clip_grad_norm_`` does).
         """
         counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and self._counts(name)]
         device = self._mesh.device
@@ -143,7 +143,9 @@ class BraidedModel(nn.Module):
         if self._mesh.model_group is not None:
             operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
             dist.all_reduce(total, operation, group=self._mesh.model_group)
-        norm = (total if infinite else total ** (1.0 / norm_type)).float()
+        norm = total if infinite else total ** (1.0 / norm_type)
+        if not any(p.dtype is torch.float64 for p in self.parameters()):
+            norm = norm.float()
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {float(norm)}; no gradient was scaled")
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -122,8 +122,11 @@ class Engine:
         return self.schedule.n_chunks - 1 in self.lowered.chunks
 
     def _loss_dtype(self) -> torch.dtype:
-        last = self.lowered.chunks.get(self.schedule.n_chunks - 1)
-        return last.outputs[0].meta["val"].dtype if last is not None else torch.float32
+        """From the traced graph, which every rank has: ranks without the last chunk must agree on it."""
+        chunk = self.lowered.partition.chunks[-1]
+        values = chunk.graph_module.graph.output_node().args[0]
+        index = chunk.outputs.index("loss") if "loss" in chunk.outputs else 0
+        return values[index].meta["val"].dtype  # type: ignore[index, union-attr, no-any-return]
 
     def _channels(self) -> dict[str, nn.Module]:
         modules: dict[str, nn.Module] = {}
