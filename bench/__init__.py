@@ -1,1 +1,1 @@
-"""The benchmark: fxbraid beside torch.distributed.pipelining, on the same model, checked against one process."""
+"""The benchmark: fxbraid beside torch.distributed.pipelining, on one model, checked against one process."""

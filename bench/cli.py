@@ -15,36 +15,34 @@ from fxbraid.bench.smollm2_run import SmolConfig
 from fxbraid.bench.smollm2_run import run as run_smollm2
 from fxbraid.runtime.launch import RankError
 
-
+MODEL_HELP = "qwen2-tiny, llama-tiny, smollm2 (real weights), or the path of a config.json."
+SCHEDULES_HELP = (
+    f"Comma list: fxbraid's names (with {BLOCKING}: same order, blocking collectives) and the class names of "
+    "torch.distributed.pipelining."
+)
 #: Parameters that ``--model smollm2`` has no use for.
 NOT_FOR_SMOLLM2 = ("microbatch_size", "seq", "schedules", "steps", "compile_", "seed")
 
 
 def bench(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="qwen2-tiny, llama-tiny, smollm2 (real weights), or the path of a config.json.")
-    ] = "qwen2-tiny",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen2-tiny",
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks (2; smollm2: 1, then 3).")] = None,
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 2,
-    microbatches: Annotated[int | None, typer.Option("-m", "--microbatches", help="Micro-batches a step (8; smollm2: 4).")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("-m", "--microbatches", help="Micro-batches a step (8; smollm2: 4).")
+    ] = None,
     microbatch_size: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 2,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 64,
-    schedules: Annotated[
-        str,
-        typer.Option(
-            help=f"Comma list: fxbraid's names (with {BLOCKING}: same order, blocking collectives) and the class "
-            "names of torch.distributed.pipelining."
-        ),
-    ] = ",".join(DEFAULT_SCHEDULES),
-    steps: Annotated[int, typer.Option(help="Timed rounds; each runs one step of every schedule.")] = 10,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile with Inductor instead of eager.")] = False,
+    schedules: Annotated[str, typer.Option(help=SCHEDULES_HELP)] = ",".join(DEFAULT_SCHEDULES),
+    steps: Annotated[int, typer.Option(help="Timed rounds: one step of every schedule in each.")] = 10,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile with Inductor, not eager.")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and the tokens.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which the ranks are ended.")] = 900.0,
 ) -> None:
-    """Train one model under fxbraid and under torch.distributed.pipelining, check that all give the same loss and
-    gradients as one process, and print what each costs. Exits with 1 where they differ."""
+    """Train one model under fxbraid and under torch.distributed.pipelining, check that all give the same loss
+    and gradients as one process, and print what each costs. Exits with 1 where they differ."""
     console = Console(quiet=int(os.environ.get("RANK", "0")) != 0)
     try:
         if model == "smollm2":
@@ -84,6 +82,6 @@ def _refuse_given(ctx: typer.Context, names: tuple[str, ...]) -> None:
     if given:
         options = ", ".join(f"--{name.rstrip('_').replace('_', '-')}" for name in given)
         raise ConfigError(
-            f"{options} means nothing with --model smollm2, which runs three AdamW steps of stp, eager, on sequences "
-            "of 128 tokens; leave it out"
+            f"{options} means nothing with --model smollm2, which runs three AdamW steps of stp, eager, on "
+            "sequences of 128 tokens; leave it out"
         )

@@ -88,17 +88,23 @@ def check_config(config: BenchConfig) -> None:
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     check_tp(hf, config.tp)
+    for key, value in hf.to_dict().items():
+        if "dropout" in key and isinstance(value, float) and value > 0:
+            raise ConfigError(
+                f"{key} is {value}, and random losses cannot be compared; set it to 0 in the config"
+            )
     for name in config.schedules:
         _check_schedule(config, name, int(hf.num_hidden_layers))
 
 
 def check_tp(hf: Any, tp: int) -> None:
     """Attention is cut by whole heads, the MLP by features."""
-    sizes = {
-        "attention heads": hf.num_attention_heads,
-        "key-value heads": getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
-        "MLP features": hf.intermediate_size,
+    names = {
+        "num_attention_heads": "attention heads",
+        "num_key_value_heads": "key-value heads",
+        "intermediate_size": "MLP features",
     }
+    sizes = {what: size for name, what in names.items() if (size := getattr(hf, name, None)) is not None}
     for what, size in sizes.items():
         if size % tp:
             fits = [str(n) for n in range(1, 65) if all(other % n == 0 for other in sizes.values())]

@@ -52,7 +52,7 @@ class TorchEngine:
         self.label = "torch"
         if config.compile:
             if SCHEDULES[name].splits_backward:  # would run its compiled backward twice
-                self.label = "torch, eager"
+                self.label = "torch eager"
             else:
                 self._pipeline.compile()
 
@@ -78,7 +78,9 @@ class BraidEngine:
 
     memory_source = "fxbraid's own measurement (BraidedModel.measure_peak)"
 
-    def __init__(self, model: PreTrainedModel, name: str, config: BenchConfig, mesh: DeviceMesh, batch: Batch) -> None:
+    def __init__(
+        self, model: PreTrainedModel, name: str, config: BenchConfig, mesh: DeviceMesh, batch: Batch
+    ) -> None:
         import fxbraid
 
         schedule, braided = split_name(name)

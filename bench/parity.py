@@ -1,4 +1,4 @@
-"""Does an engine give the unsplit model's loss and gradients? Compared shard by shard, one parameter at a time.
+"""Does an engine give the unsplit model's loss and gradients? Compared shard by shard.
 
 Rank 0 runs the unsplit model and alone keeps its gradients; each parameter's is broadcast, compared by the
 ranks that hold a part of it, and dropped.
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part ``index`` of ``count`` equal parts, along ``dim``, of the gradient that Hugging Face calls ``name``."""
+    """Part ``index`` of ``count`` equal parts along ``dim`` of the gradient of Hugging Face's ``name``."""
 
     name: str
     grad: Tensor | None
@@ -124,4 +124,6 @@ def _check_cover(mine: Mapping[str, Part], reference: Reference) -> None:
         held = [found[name][:2] for found in gathered if name in found]
         count = held[0][1] if held else 1
         if set(held) != {(index, count) for index in range(count)}:
-            raise ValueError(f"the ranks hold parts {sorted(set(held))} of parameter {name}, which is not the whole")
+            raise ValueError(
+                f"the ranks hold parts {sorted(set(held))} of parameter {name}, which is not the whole"
+            )

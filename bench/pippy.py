@@ -1,7 +1,7 @@
 """The baseline: the real schedules of torch.distributed.pipelining, with DTensor tensor parallelism.
 
-``TorchPipeline.step`` returns the loss and leaves the gradients of the uncut model, also with ragged labels and
-tied embeddings. What that takes, and why, is in DESIGN section 9.
+``TorchPipeline.step`` returns the loss and leaves the gradients of the uncut model, also with ragged labels
+and tied embeddings. What that takes, and why, is in DESIGN section 9.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ SCHEDULES: Mapping[str, TorchSchedule] = {
 def token_loss(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
     """A micro-batch's part of the whole batch's mean: its sum over tokens by the global count."""
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-    total = F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), shifted.flatten(), ignore_index=-100, reduction="sum"
+    )
     return total / count
 
 
@@ -142,7 +144,11 @@ class TorchPipeline:
             weight = self._tied_weight()
             assert weight.grad is not None
             dist.all_reduce(weight.grad, group=self._tie_group)
-        loss = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros((), device=labels.device)
+        loss = (
+            torch.stack([x.detach() for x in losses]).sum()
+            if losses
+            else torch.zeros((), device=labels.device)
+        )
         dist.broadcast(loss, group=self._pp, group_src=self._owner[-1])
         return loss
 

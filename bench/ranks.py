@@ -132,7 +132,7 @@ class _Bench:
         )
 
     def _check(self, name: str, engine: Engine, reference: Reference) -> tuple[Row, bytes]:
-        """Warm up, compare the last warm-up step with the reference, then measure memory in a step of its own."""
+        """Warm up, compare the last warm-up step with the reference, measure memory in a step of its own."""
         loss = torch.zeros(())
         for _ in range(WARMUP_STEPS):
             engine.zero_grad()

@@ -1,4 +1,4 @@
-"""Run a bench: start the ranks (or be one, under torchrun), show their progress, print and write the result."""
+"""Run a bench: start the ranks (or be one, under torchrun), show progress, print and write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ def run_local(
     show: Progress,
     console: Console,
     timeout_s: float,
-    env: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """``launch``, with the ranks' progress on ``show`` and whatever else they print on the console."""
 
@@ -61,7 +60,7 @@ def run_local(
         else:
             console.print(f"[rank {rank}] {line}", markup=False, highlight=False)
 
-    return launch(target, args, nproc=nproc, timeout_s=timeout_s, env=env, on_line=on_line)
+    return launch(target, args, nproc=nproc, timeout_s=timeout_s, on_line=on_line)
 
 
 @contextlib.contextmanager

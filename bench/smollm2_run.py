@@ -1,4 +1,4 @@
-"""``fxbraid bench --model smollm2``: a few AdamW steps on real weights and text, each loss beside the plain model's."""
+"""``fxbraid bench --model smollm2``: AdamW steps on real weights and text, beside the plain model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
+from fxbraid import schedule
 from fxbraid.bench import smollm2
 from fxbraid.bench.config import ConfigError, check_tp
 from fxbraid.bench.ranks import Progress, tell
@@ -51,15 +52,23 @@ def run(config: SmolConfig, console: Console, json_path: Path | None, timeout_s:
         folder = smollm2.prepare()
     check(config, AutoConfig.from_pretrained(folder))
     if under_torchrun():
-        plain, losses = _as_rank(config, folder, console)
+        (alone, *plain), losses = _as_rank(config, folder, console)
     else:
-        plain, losses = _as_parent(config, folder, console, timeout_s)
+        (alone, *plain), losses = _as_parent(config, folder, console, timeout_s)
     console.print(make_table(config, plain, losses))
+    console.print(
+        f"The first {smollm2.SEQ_LEN} tokens of {smollm2.TEXT_MODULES[0]}.py alone, untrained, one process: "
+        f"loss {alone:.4f}."
+    )
     good = all(agree(plain, found) for found in losses.values())
     console.print("The losses agree." if good else "THE LOSSES DIFFER.", style=None if good else "bold red")
     if json_path is not None and not console.quiet:
         content = {"config": asdict(config), "clock": CLOCK, "machine": machine(), "versions": versions()}
-        losses_json = {"one_process": plain, **{f"pp{config.pp}_tp{tp}": found for tp, found in losses.items()}}
+        losses_json = {
+            "first_sequence_alone": alone,
+            "one_process": plain,
+            **{f"pp{config.pp}_tp{tp}": found for tp, found in losses.items()},
+        }
         write_json(json_path, content | {"losses": losses_json, "ok": good})
     return good
 
@@ -68,11 +77,19 @@ def check(config: SmolConfig, hf: Any) -> None:
     """Refuse before any rank starts what the ranks would refuse."""
     if config.pp < 1 or config.microbatches < 1:
         raise ConfigError(f"--pp {config.pp} and -m {config.microbatches} have to be at least 1")
+    chunks = schedule.build(config.schedule, p=config.pp, m=config.microbatches).n_chunks
+    if chunks > hf.num_hidden_layers:
+        raise ConfigError(
+            f"--pp {config.pp} wants {chunks} chunks, and the model has {hf.num_hidden_layers} layers; "
+            "use a smaller --pp"
+        )
     for tp in config.tps:
         check_tp(hf, tp)
     if under_torchrun():
         if len(config.tps) > 1:
-            raise ConfigError(f"under a launcher only one size can run; give --tp {' or --tp '.join(map(str, config.tps))}")
+            raise ConfigError(
+                f"under a launcher only one size can run; give --tp {' or --tp '.join(map(str, config.tps))}"
+            )
         check_world(config.pp * config.tps[0], f"--tp {config.tps[0]} x --pp {config.pp}")
 
 
@@ -104,9 +121,8 @@ def make_table(config: SmolConfig, plain: Sequence[float], losses: dict[int, lis
 def _as_parent(
     config: SmolConfig, folder: Path, console: Console, timeout_s: float
 ) -> tuple[list[float], dict[int, list[float]]]:
-    threads = {"OMP_NUM_THREADS": str(cores())}
     with progress_bar(console) as show:
-        plain = run_local(train_plain, (config, str(folder)), 1, show, console, timeout_s, threads)[0]
+        plain = run_local(train_plain, (config, str(folder)), 1, show, console, timeout_s)[0]
         losses = {}
         for tp in config.tps:
             args = (config, str(folder), tp)
@@ -125,7 +141,8 @@ def _as_rank(
 
 
 def train_plain(config: SmolConfig, folder: str, progress: Progress = tell) -> list[float]:
-    """The losses of the unsplit model in this process."""
+    """The losses of the unsplit model in this process, and before them that of the first sequence alone."""
+    logging.disable_progress_bar()
     model: Any = smollm2.load_model(Path(folder))
 
     def step(batch: dict[str, Tensor]) -> Tensor:
@@ -133,7 +150,10 @@ def train_plain(config: SmolConfig, folder: str, progress: Progress = tell) -> l
         loss.backward()
         return loss
 
-    return _train(step, model, config, Path(folder), progress, "one process")
+    first = {key: value[:1] for key, value in smollm2.load_batches(Path(folder), 1, 1)[0].items()}
+    with torch.no_grad():
+        alone = float(model(**first, use_cache=False).loss)
+    return [alone, *_train(step, model, config, Path(folder), progress, "one process")]
 
 
 def train_braided(config: SmolConfig, folder: str, tp: int) -> list[float]:
@@ -161,7 +181,9 @@ def _train_braided(config: SmolConfig, folder: Path, tp: int, progress: Progress
         schedule=config.schedule,
         compile=False,
     )
-    return _train(lambda batch: model.step(**batch), model, config, folder, progress, f"pp {config.pp} x tp {tp}")
+    return _train(
+        lambda batch: model.step(**batch), model, config, folder, progress, f"pp {config.pp} x tp {tp}"
+    )
 
 
 def _train(

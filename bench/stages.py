@@ -8,6 +8,7 @@ layers, so that masks and rotary tables are computed in it by Hugging Face's cod
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,8 +42,8 @@ PARENT_INPUTS: Mapping[str, ParallelStyle] = {
 class StageModule(nn.Module):
     """Layers ``layers`` of ``model``, with the embedding if first and norm and LM head if last.
 
-    The parameters are the model's own, not copies. ``forward`` takes token ids (first stage) or hidden states,
-    and the micro-batch's attention mask; it returns hidden states or (last stage) logits.
+    The parameters are the model's own, not copies. ``forward`` takes token ids (first stage) or hidden
+    states, and the micro-batch's attention mask; it returns hidden states or (last stage) logits.
     """
 
     def __init__(self, model: nn.Module, layers: range, *, first: bool, last: bool) -> None:
@@ -89,8 +90,9 @@ def base_of(model: nn.Module) -> Any:
     missing = [name for name in wanted if not hasattr(base, name)]
     if missing or not hasattr(model, "lm_head"):
         raise ValueError(
-            f"the torch baseline cuts models of the Llama and Qwen2 family by hand, and {type(model).__name__} "
-            f"has no {', '.join(missing) or 'lm_head'}; use such a model, or only fxbraid's schedules"
+            "the torch baseline cuts models of the Llama and Qwen2 family by hand, and "
+            f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}; use such a model, or only "
+            "fxbraid's schedules"
         )
     return base
 
@@ -99,11 +101,11 @@ def split_layers(n_layers: int, n_stages: int) -> list[range]:
     """Consecutive layers, as even as can be; the first stages take the rest."""
     if n_layers < n_stages:
         raise ValueError(
-            f"{n_layers} layers cannot fill {n_stages} stages; use at most {n_layers} stages or a deeper model"
+            f"{n_layers} layers cannot fill {n_stages} stages; use at most {n_layers} or a deeper model"
         )
     size, rest = divmod(n_layers, n_stages)
-    starts = [i * size + min(i, rest) for i in range(n_stages + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    starts = (i * size + min(i, rest) for i in range(n_stages + 1))
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def layer_styles(model: nn.Module) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import standalone_compile
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = [
@@ -29,6 +30,24 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "aot_export_joint_with_descriptors",
+    "cache_dir",
     "fx_graph_cse",
     "standalone_compile",
 ]
+
+
+def missing() -> list[str]:
+    """Names above that this torch does not have (an import error would have said so already), or has with another
+    signature than the passes call."""
+    import inspect
+
+    wanted = {
+        aot_export_joint_with_descriptors: {"stack", "mod", "args", "decompositions"},
+        standalone_compile: {"gm", "example_inputs"},
+        fx_graph_cse: {"fx_g"},
+    }
+    found = []
+    for function, names in wanted.items():
+        parameters = set(inspect.signature(function).parameters)
+        found += [f"{function.__name__}({name})" for name in sorted(names - parameters)]
+    return found

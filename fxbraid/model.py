@@ -75,7 +75,7 @@ class BraidedModel(nn.Module):
         lowered = self._lower(example_batch, training=True)
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
-        self._ties = _ties(lowered.partition, schedule)
+        self._uses = _uses(lowered)
         self._state = self._take(model, lowered)
         self._slots = self._make_slots(lowered)
         self._engines[batches.signature(example_batch, options.n_microbatches), True] = self._engine(
@@ -83,8 +83,8 @@ class BraidedModel(nn.Module):
         )
         self._last = next(iter(self._engines.values()))
         self._tie_groups = {
-            name: mesh.tie_group(schedule.placement.rank_of(c) for c in users)
-            for name, users in self._ties.items()
+            name: mesh.tie_group(schedule.placement.rank_of(chunk) for chunk, _ in self._uses[name])
+            for name in self._tied()
         }
         self.train(model.training)
 
@@ -278,56 +278,53 @@ class BraidedModel(nn.Module):
             dist.broadcast(loss, self._mesh.global_rank(source), group=self._mesh.pp_group)
         return loss
 
+    def _tied(self) -> list[str]:
+        """Parameters with several uses, in an order that is the same on all ranks."""
+        return sorted(name for name, uses in self._uses.items() if len(uses) > 1)
+
     def _combine_ties(self) -> None:
-        """Sum a tied parameter's gradients over the chunks that use it, here and on other ranks."""
-        for name in self._ties:
-            totals = [s[name].total for _, s in sorted(self._slots.items()) if name in s]
-            if not totals:
+        """Sum a tied parameter's gradients over its uses, here and on other ranks."""
+        for name in self._tied():
+            here = [self._slots[c][alias] for c, alias in self._uses[name] if c in self._slots]
+            if not here or not here[0].parameter.requires_grad:
                 continue
-            total = None
-            for part in totals:
-                total = part if total is None else (total if part is None else total + part)
+            total: Tensor | None = None
+            for slot in here:
+                if slot.total is not None:
+                    total = slot.total if total is None else total + slot.total
+                slot.total = None
             if total is None:
-                total = torch.zeros_like(self._state[name])
+                total = torch.zeros_like(here[0].parameter)
             group = self._tie_groups[name]
             if group is not None:
                 total = total.contiguous()
                 dist.all_reduce(total, group=group)
-            for slots in self._slots.values():
-                if name in slots:
-                    slots[name].total = None
-            parameter = self._state[name]
-            assert isinstance(parameter, nn.Parameter)
-            accumulate(parameter, total)
+            accumulate(here[0].parameter, total)
 
     def _counts(self, name: str) -> bool:
         """Does this rank count the parameter in a norm over the model?"""
         if self._plan.tp.params[name].dim is None and self._mesh.tp_rank != 0:
             return False
-        users = self._ties.get(name)
-        if users is None:
-            return True
-        return self._mesh.pp_rank == min(self._schedule.placement.rank_of(c) for c in users)
+        uses = self._uses.get(name, [])
+        place = self._schedule.placement
+        return len(uses) < 2 or self._mesh.pp_rank == min(place.rank_of(chunk) for chunk, _ in uses)
 
     def _take(self, model: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
         """Copy this rank's shards out of ``model`` and register them under their names."""
         here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
-        users: dict[str, set[int]] = {}
-        for chunk in lowered.partition.chunks:
-            for name in chunk.params:
-                users.setdefault(name, set()).add(chunk.index)
         full = dict(model.named_parameters())
         state: dict[str, Tensor] = {}
         for name, names in _aliases(model).items():
             # A parameter that the loss does not read stays with the first chunk, so that nothing is lost.
-            if not users.get(name, {0}) & here:
+            users = {chunk for chunk, _ in self._uses.get(name, [(0, name)])}
+            if not users & here:
                 continue
             shard = self._plan.tp.params[name].take(full[name].detach(), self._mesh.tp_rank)
             local = nn.Parameter(
                 shard.to(self._mesh.device, copy=True).contiguous(), requires_grad=full[name].requires_grad
             )
-            state[name] = local
             for alias in names:
+                state[alias] = local
                 _register(self, alias, local)
         buffers = dict(model.named_buffers())
         for name in {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state):
@@ -341,7 +338,7 @@ class BraidedModel(nn.Module):
     def _make_slots(self, lowered: Lowered) -> dict[int, dict[str, GradSlot]]:
         return {
             index: {
-                name: GradSlot(parameter, shared=name in self._ties)
+                name: GradSlot(parameter, shared=len(self._uses[lowered.canonical[name]]) > 1)
                 for name in lowered.partition.chunks[index].params
                 if isinstance(parameter := self._state[name], nn.Parameter)
             }
@@ -364,13 +361,13 @@ def forward_only(schedule: Schedule) -> Schedule:
     )
 
 
-def _ties(partition: Partition, schedule: Schedule) -> dict[str, list[int]]:
-    """Parameters that several chunks use, with those chunks."""
-    users: dict[str, list[int]] = {}
-    for chunk in partition.chunks:
+def _uses(lowered: Lowered) -> dict[str, list[tuple[int, str]]]:
+    """Where each parameter is read: (chunk, name there), in chunk order."""
+    uses: dict[str, list[tuple[int, str]]] = {}
+    for chunk in lowered.partition.chunks:
         for name in chunk.params:
-            users.setdefault(name, []).append(chunk.index)
-    return {name: chunks for name, chunks in sorted(users.items()) if len(chunks) > 1}
+            uses.setdefault(lowered.canonical[name], []).append((chunk.index, name))
+    return uses
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 Contract: (traceable copy of the model, one micro-batch of fake inputs) -> :class:`Captured`, whose graph has
 
 * a ``placeholder`` per tensor input of the user, named like the keyword,
-* a ``get_attr`` per parameter and buffer, its target the Hugging Face name (tied names: the first one),
+* a ``get_attr`` per parameter and buffer, its target the Hugging Face name,
 * torch operators with their ``nn_module_stack``, without export's runtime assertions,
 * an ``output``: one tuple, whose names are in ``outputs``::
 
@@ -54,7 +54,6 @@ def capture(
     module: nn.Module,
     kwargs: Mapping[str, Any],
     *,
-    canonical: Mapping[str, str],
     fake_mode: FakeTensorMode,
 ) -> Captured:
     """Trace ``module(**kwargs)``; non-tensor values in ``kwargs`` are constants of the trace.
@@ -81,7 +80,10 @@ def capture(
             exported = torch.export.export(module, (), call, strict=False)
         except Exception as error:
             raise CaptureError(_explain(module, error, stack)) from error
-    return _canonicalise(exported, module, call, canonical)
+    if any(_writes(node) for node in exported.graph.nodes):
+        # Export leaves in-place operators as they are; what follows takes a functional graph.
+        exported = exported.run_decompositions({})
+    return _canonicalise(exported, module, call)
 
 
 def _fake(value: Any, fake_mode: FakeTensorMode) -> Any:
@@ -101,6 +103,11 @@ def fake_inputs(
             else value
             for name, value in batch.items()
         }
+
+
+def _writes(node: fx.Node) -> bool:
+    """Does the node change one of its inputs?"""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 @contextmanager
@@ -140,9 +147,7 @@ def _explain(module: nn.Module, error: Exception, stack: list[str]) -> str:
     )
 
 
-def _canonicalise(
-    exported: Any, module: nn.Module, call: Mapping[str, Any], canonical: Mapping[str, str]
-) -> Captured:
+def _canonicalise(exported: Any, module: nn.Module, call: Mapping[str, Any]) -> Captured:
     signature = exported.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         raise UnsupportedError(
@@ -169,7 +174,6 @@ def _canonicalise(
             target = attribute_of.get(node.name)
             if target is not None:
                 if node.users:
-                    target = canonical.get(target, target)
                     used[target] = state[target]
                     env[node] = graph.get_attr(target)
                     env[node].meta["val"] = node.meta["val"]

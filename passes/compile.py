@@ -8,12 +8,15 @@ compiles it with Inductor. Collectives lie between units and are never inside an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
+from filelock import FileLock
 from torch import Tensor, fx
 
 from .. import compat
+from ..compat import cache_dir
 from .errors import UnsupportedError
 from .units import Unit
 
@@ -37,14 +40,17 @@ class Artefacts:
         """The artefact of ``unit``, made on first use."""
         if unit.key not in self._made:
             module = unit.graph_module
-            self._made[unit.key] = module.forward if self.mode is False else compile_unit(module)
+            self._made[unit.key] = module.forward if self.mode is False else compile_unit(module, unit.key)
         return self._made[unit.key]
 
 
-def compile_unit(module: fx.GraphModule) -> Artefact:
+def compile_unit(module: fx.GraphModule, key: str) -> Artefact:
     """Inductor on one unit; inputs are fake tensors from the graph's own metadata, nothing runs."""
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module.forward
-    with torch.no_grad():
+    # Ranks on one machine meet the same unit at the same moment: one compiles, the others find it in the cache.
+    lock = Path(cache_dir()) / f"fxbraid-{key}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock), torch.no_grad():
         return compat.standalone_compile(module, inputs)

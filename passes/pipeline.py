@@ -50,6 +50,8 @@ class Lowered:
     count: fx.GraphModule | None
     counts: tuple[str, ...]
     outputs: tuple[str, ...]
+    #: every name of a parameter -> its first one (tied parameters have several)
+    canonical: Mapping[str, str]
 
 
 def lower_model(
@@ -80,7 +82,6 @@ def lower_model(
     captured = capture(
         sharded.module,
         fake_inputs(microbatch, fake_mode=fake_mode, device=device),
-        canonical=sharded.canonical,
         fake_mode=fake_mode,
     )
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)
@@ -103,4 +104,5 @@ def lower_model(
         count=normalised.count,
         counts=normalised.counts,
         outputs=outputs,
+        canonical=sharded.canonical,
     )

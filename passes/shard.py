@@ -212,7 +212,24 @@ def _local_copy(model: nn.Module, plan: TpPlan, fake_mode: FakeTensorMode, devic
             memo[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    return copy.deepcopy(model, memo)
+    local = copy.deepcopy(model, memo)
+    _untie(model, local, fake_mode)
+    return local
+
+
+def _untie(model: nn.Module, local: nn.Module, fake_mode: FakeTensorMode) -> None:
+    """Give every name of a tied parameter a fake tensor of its own in the copy.
+
+    Their gradients stay apart in the graph and are summed at the end of the step, in one order whatever the
+    chunks: inside one chunk autograd would add them up per micro-batch, which is another order of additions.
+    """
+    for name, first in canonical_names(model).items():
+        if name != first:
+            owner, _, leaf = name.rpartition(".")
+            tied = local.get_parameter(name)
+            with fake_mode:
+                own = nn.Parameter(torch.empty_like(tied), requires_grad=tied.requires_grad)
+            setattr(local.get_submodule(owner), leaf, own)
 
 
 def _mark(module: nn.Module, style: str) -> None:

@@ -176,7 +176,7 @@ def _name_of(target: str | Callable[..., Any]) -> str:
 
 
 def _start_store() -> tuple[Any, int]:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, store.port
@@ -295,7 +295,7 @@ def _failures(job: Path, ranks: Sequence[_Rank], ended: Sequence[_Rank]) -> list
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
-    code = process.wait()
+    code = _exit_code(process) or 0
     if code >= 0:
         return f"it ended with exit code {code} before its function returned"
     name = signal.Signals(-code).name
@@ -320,8 +320,8 @@ def _timeout(
     _drain(lines, on_line)
     numbers = [entry.rank for entry in late]
     message = (
-        f"{len(late)} of {len(ranks)} ranks ({', '.join(map(str, numbers))}) did not end within {timeout_s:g} s "
-        "and were killed; give a larger limit, or look at where each of them stood"
+        f"{len(late)} of {len(ranks)} ranks ({', '.join(map(str, numbers))}) did not end within "
+        f"{timeout_s:g} s and were killed; give a larger limit, or look at where each of them stood"
     )
     return RankTimeout(numbers[0], message, _quote(ranks, [entry.rank for entry in ranks]))
 
@@ -346,13 +346,18 @@ def _drain(
             on_line(entry.rank, line)
 
 
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """As ``Popen.poll``, but without reaping: the id, and so its group's, stays ours until ``_end``."""
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll()
+    info = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process has ended, without reaping it: its id, and so its group's, stays its own."""
-    if process.returncode is not None:
-        return True
-    if not hasattr(os, "waitid"):
-        return process.poll() is not None
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return _exit_code(process) is not None
 
 
 def _end(ranks: Sequence[_Rank]) -> None:

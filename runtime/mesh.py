@@ -38,8 +38,8 @@ class Mesh:
     pp_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
     timeout: timedelta = TIMEOUT
-    _pairs: dict[tuple[Placement, Channel], dist.ProcessGroup] = field(default_factory=dict)
-    _ties: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _pairs: dict[tuple[Placement, Channel], dist.ProcessGroup | None] = field(default_factory=dict)
+    _ties: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @property
     def tp_group_name(self) -> str:
@@ -51,32 +51,44 @@ class Mesh:
         return self.ranks[pp_rank][self.tp_rank]
 
     def channel_groups(self, schedule: Schedule) -> dict[Channel, dist.ProcessGroup]:
-        """The communicators of this rank's channels, made now where they are not there yet, in one fixed order."""
+        """The communicators of this rank's channels. Collective over all ranks: each walks the whole list, makes
+        every group that is not there yet, and keeps its own."""
         found: dict[Channel, dist.ProcessGroup] = {}
         for channel, source, target in channels(schedule):
-            if self.pp_rank not in (source, target):
-                continue
             key = (schedule.placement, channel)
             if key not in self._pairs:
-                self._pairs[key] = self._new_group([self.global_rank(source), self.global_rank(target)])
-            found[channel] = self._pairs[key]
+                self._pairs[key] = self._new_group([source, target])
+            group = self._pairs[key]
+            if group is not None:
+                found[channel] = group
         return found
 
     def tie_group(self, pp_ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """The group of the ranks of this column that share a tied parameter; None for a single one."""
+        """The group of the ranks of this column that share a tied parameter; None where this rank is not one of
+        them, or the only one. Collective over all ranks."""
         members = tuple(sorted(set(pp_ranks)))
-        if len(members) < 2 or self.pp_rank not in members:
+        if len(members) < 2:
             return None
         if members not in self._ties:
-            self._ties[members] = self._new_group([self.global_rank(r) for r in members])
+            self._ties[members] = self._new_group(members)
         return self._ties[members]
 
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        # Members alone take part; each rank walks the same list, so two of them never wait for each other crosswise.
-        group = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
-        # Communicators are made on first use (NCCL): use it now, where every member is here.
-        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        return group
+    def _new_group(self, pp_ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of these pipeline ranks in every column; returns this column's where this rank is in it.
+
+        All ranks make all groups: with ``use_local_synchronization`` torch derives a group's name from the number
+        of groups that a rank has, which differs between the two ends of a channel, and they never meet.
+        """
+        mine: dist.ProcessGroup | None = None
+        for column in range(self.tp_size):
+            ranks = [self.ranks[r][column] for r in pp_ranks]
+            group = dist.new_group(ranks, timeout=self.timeout)
+            if column == self.tp_rank and self.pp_rank in pp_ranks:
+                mine = group
+        if mine is not None:
+            # Communicators are made on first use (NCCL): use it now, where every member is here.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=mine)
+        return mine
 
 
 def make_mesh(
@@ -137,7 +149,11 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
     me = dist.get_rank()
     pp_rank, tp_rank = next((r, t) for r, row in enumerate(table) for t, rank in enumerate(row) if rank == me)
     everyone = [rank for row in table for rank in row]
-    whole = len(everyone) == dist.get_world_size()
+    if len(everyone) != dist.get_world_size():
+        raise BraidError(
+            f"device_mesh has {len(everyone)} ranks, but the world has {dist.get_world_size()}; the mesh must hold "
+            "all of them (the data-parallel axis is not supported yet)"
+        )
     return Mesh(
         device=_device(mesh.device_type),
         pp_size=len(table),
@@ -147,7 +163,7 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
         ranks=table,
         tp_group=mesh["tp"].get_group() if "tp" in names else None,
         pp_group=mesh["pp"].get_group() if "pp" in names else None,
-        model_group=dist.group.WORLD if whole else dist.new_group(everyone, use_local_synchronization=True),
+        model_group=dist.group.WORLD,
     )
 
 

@@ -67,7 +67,7 @@ def _run_rank(job: Path, rank: int, parent: int) -> None:
         result = target(*pickle.loads(spec["args"]))
         _leave_process_group()
         _write(job / f"result-{rank}", result)
-    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt end a rank as well
+    except BaseException as error:  # SystemExit and KeyboardInterrupt end a rank as well
         when = time.monotonic_ns()  # one clock for all processes of a machine
         message = f"{type(error).__name__}: {error}"
         _write(

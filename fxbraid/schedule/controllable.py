@@ -1,10 +1,11 @@
-"""V-Min and V-Half: schedules on the V from one repeated block (Qi et al., "Pipeline Parallelism with Controllable
-Memory", NeurIPS 2024).
+"""V-Min and V-Half: schedules on the V from one repeated block (Qi et al., "Pipeline Parallelism with
+Controllable Memory", NeurIPS 2024).
 
-A block is one micro-batch's way down and up the V and back, with fixed times; the next micro-batch starts 6 steps (its
-work on each rank: 2 F, 2 I, 2 W) later. The times are such that a rank's F's and I's never fall on the same step
-modulo 6. How slowly the block moves from rank to rank sets the memory: an activation lives as long as its micro-batch
-takes from there to the end of the V and back, and every 6 steps of life cost one chunk activation.
+A block is one micro-batch's way down and up the V and back, with fixed times; the next micro-batch starts 6
+steps (its work on each rank: 2 F, 2 I, 2 W) later. The times are such that a rank's F's and I's never fall on
+the same step modulo 6. How slowly the block moves from rank to rank sets the memory: an activation lives as
+long as its micro-batch takes from there to the end of the V and back, and every 6 steps of life cost one
+chunk activation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fxbraid.schedule.schedule import Schedule
 
 
 class Block(NamedTuple):
-    """Steps per rank on the four passes (F down, F up, I down, I up) and from one pass to the next at the turns.
+    """Steps per rank on the four passes (F down, F up, I down, I up), and from each pass to the next.
 
     rank 0 of p, F down     starts at 0, rank r at r * pace[0]
     rank p-1, F up          turns[0] after F down has come to rank p-1; and so on
@@ -41,8 +42,8 @@ class Block(NamedTuple):
 def v_min(p: int, m: int) -> Schedule:
     """The least memory on the V: 2 ceil((p-1)/3) + 2 chunk activations, a third of 1F1B's in the limit.
 
-    Bubble at T_F = T_I = T_W = 1: 4p - 5 (p >= 2), so makespan 6m + 4p - 5 for any m; two thirds of 1F1B's 6(p-1) in
-    the limit.
+    Bubble at T_F = T_I = T_W = 1: 4p - 5 (p >= 2), so makespan 6m + 4p - 5 for any m; two thirds of 1F1B's
+    6(p-1) in the limit.
     """
     block = Block((1, 1, 1, 1), (1, 1, 1) if p % 3 else (3, 1, 3))
     return _repeated("v_min", p, m, block, 2 * (-(-(p - 1) // 3)) + 2)
@@ -51,8 +52,8 @@ def v_min(p: int, m: int) -> Schedule:
 def v_half(p: int, m: int) -> Schedule:
     """Half of 1F1B's memory: p + 2 chunk activations for even p, p + 1 for odd p.
 
-    Bubble at T_F = T_I = T_W = 1 and m > p/2: 3p - 5 for even p, 3p - 4 for odd p >= 3, so makespan 6m plus that; half of
-    1F1B's 6(p-1) in the limit.
+    Bubble at T_F = T_I = T_W = 1 and m > p/2: 3p - 5 for even p, 3p - 4 for odd p >= 3, so makespan 6m plus
+    that; half of 1F1B's 6(p-1) in the limit.
     """
     if p % 2:
         return _repeated("v_half", p, m, Block((1, 2, 1, 2), (1, 1, 2)), p + 1)

@@ -1,9 +1,9 @@
-"""Schedules as CSV: one row per rank, one cell per step, as torch's ``_PipelineScheduleRuntime._load_csv`` has it.
+"""Schedules as CSV: one row per rank, one cell per step, as torch's ``_load_csv`` has it.
 
 Both of torch's formats are read. In a file with communication, ``2SEND_F5`` stands on the sender of chunk 2's
-output for micro-batch 5 and ``3RECV_F5`` on its receiver (``SEND_B``/``RECV_B`` for gradients). These are checked
-against the compute actions and against each other, then dropped: fxbraid derives its own. ``UNSHARD``, ``RESHARD``
-and ``REDUCE_GRAD`` (FSDP's) and empty cells are dropped unread.
+output for micro-batch 5 and ``3RECV_F5`` on its receiver (``SEND_B``/``RECV_B`` for gradients). These are
+checked against the compute actions and against each other, then dropped: fxbraid derives its own.
+``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` (FSDP's) and empty cells are dropped unread.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def _entry(cell: str, rank: int) -> Step | _Comm | None:
 def _placement(rows: Rows, n_chunks: int) -> Placement:
     p = len(rows)
     if n_chunks % p:
-        raise ScheduleError(
-            f"{p} rows but {n_chunks} chunks: chunks must be a multiple of ranks; give the placement if a row is empty"
-        )
+        raise ScheduleError(f"{p} rows but {n_chunks} chunks: give the placement if a row is empty")
     held = [{action.chunk for step in row for action in parts(step)} for row in rows]
     for kind in ("loop", "v"):
         placement = Placement(kind, p, n_chunks // p)
@@ -97,8 +95,9 @@ def _placement(rows: Rows, n_chunks: int) -> Placement:
 
 
 def _check_comms(mixed: Sequence[Sequence[Step | _Comm | None]], placement: Placement) -> None:
-    """Each value that crosses ranks is sent once after its producer and received once before its consumer, and the
-    receives of each channel (sender, receiver) stand in the order of the sends."""
+    """Each value that crosses ranks is sent once after its producer and received once before its consumer,
+    and the receives of each channel (sender, receiver) stand in the order of the sends.
+    """
     sends: dict[tuple[int, int], list[_Comm]] = {}
     receives: dict[tuple[int, int], list[_Comm]] = {}
     needed: set[_Comm] = set()
@@ -134,13 +133,14 @@ def _check_comms(mixed: Sequence[Sequence[Step | _Comm | None]], placement: Plac
         sent, received = sends.get(channel, []), receives.get(channel, [])
         if sent != received:
             at = next(
-                (i for i, (a, b) in enumerate(zip(sent, received)) if a != b), min(len(sent), len(received))
+                (i for i, (a, b) in enumerate(zip(sent, received, strict=False)) if a != b),
+                min(len(sent), len(received)),
             )
             a = f"sends for {sent[at]}" if at < len(sent) else "sends nothing"
             b = f"has {received[at]}" if at < len(received) else "receives nothing"
             raise ScheduleError(
-                f"message {at} from rank {channel[0]} to rank {channel[1]}: the sender {a}, the receiver {b}; "
-                "both ends must have the same order"
+                f"message {at} from rank {channel[0]} to rank {channel[1]}: the sender {a}, "
+                f"the receiver {b}; both ends must have the same order"
             )
         unused = [comm for comm in received if comm not in needed]
         if unused:

@@ -1,4 +1,4 @@
-"""DualPipeV: the V form of DualPipe (DeepSeek-AI, 2025), forwards and backwards of different chunks braided."""
+"""DualPipeV: the V form of DualPipe (DeepSeek-AI, 2025), forwards braided with backwards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fxbraid.schedule.transform import truncate
 
 
 def dualpipev(p: int, m: int) -> Schedule:
-    """V, two chunks a rank; for m >= 2p torch's order, for less the fastest of a few orders in the same memory.
+    """V, two chunks a rank; torch's order for m >= 2p, else the fastest of a few orders in the same memory.
 
-    Peak 2p + 1 chunk activations. At T_F = T_I = T_W = 1, T_AR = 0 and m >= 2p the makespan is 6m + 2(p - 1) as braided
-    and 6m + p - 1 unbraided (a braided pair starts when both inputs are there).
+    Peak 2p + 1 chunk activations. At T_F = T_I = T_W = 1, T_AR = 0 and m >= 2p the makespan is 6m + 2(p - 1)
+    as braided and 6m + p - 1 unbraided (a braided pair starts when both inputs are there).
     """
     if m >= 2 * p:
         return closed_form(p, m)

@@ -1,4 +1,4 @@
-"""Filling: the forwards and input gradients of a schedule keep their order, its weight gradients go where they fit."""
+"""Filling: forwards and input gradients keep their order, weight gradients go where they fit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxbraid.schedule.transform import split_backward, unbraid, with_rows
 def fill_weights(schedule: Schedule, max_live: int, costs: Costs = UNIT) -> Schedule:
     """Puts the W's, oldest first, into the gaps that the F's and I's leave.
 
-    Every rank keeps its order of F's and I's (composites come apart). It runs a queued W when its next F or I has not
-    got its input yet, and when the next is an F that would take it past ``max_live`` chunk activations (F to W). If
-    the order of F's and I's alone holds more than that, the result does too.
+    Every rank keeps its order of F's and I's (composites come apart). It runs a queued W when its next F or I
+    has not got its input yet, and when the next is an F that would take it past ``max_live`` chunk
+    activations (F to W). If the order of F's and I's alone holds more than that, the result does too.
     """
     return with_rows(schedule, _Filling(schedule, max_live, costs).run())
 

@@ -16,7 +16,7 @@ Maker = Callable[[int], Schedule]
 
 
 def makers(name: str, placement: Placement, max_activations: int, max_live: int) -> list[Maker]:
-    """List schedules with at most ``max_activations`` chunk activations from F to I and ``max_live`` from F to W."""
+    """List schedules with at most ``max_activations`` held from F to I and ``max_live`` from F to W."""
     made = list[Maker]()
     for deep, braid in product((True, False), (True, False)):
         policy = Policy(
@@ -38,7 +38,8 @@ def pick(
 ) -> Schedule:
     """What the best maker makes for ``m``: least makespan at the first of ``costs``, then at the next.
 
-    They are compared at min(m, ``sample``) micro-batches: past the warm-up and cool-down they repeat themselves.
+    They are compared at min(m, ``sample``) micro-batches: past the warm-up and cool-down they repeat
+    themselves.
     """
     tried = min(m, sample)
     made = [(maker(tried), maker) for maker in makers]

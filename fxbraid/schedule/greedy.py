@@ -1,4 +1,4 @@
-"""List scheduling: builds the lists of all ranks by running them on a clock, each rank deciding when it is free."""
+"""List scheduling: all ranks run on a clock, and each decides what is next when it is free."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Clock:
         self, placement: Placement, m: int, policy: Policy, costs: tuple[float, float, float]
     ) -> None:
         self.placement, self.m, self.policy = placement, m, policy
-        self.cost = dict(zip((Phase.F, Phase.I, Phase.W), costs))
+        self.cost = dict(zip((Phase.F, Phase.I, Phase.W), costs, strict=True))
         self.ranks = [_Rank(placement.chunks_of(rank)) for rank in range(placement.p)]
         # arrival[0][c][j]: the input of F(c, j) is there; arrival[1][c][j]: the output gradient of I(c, j).
         never = float("inf")

@@ -8,9 +8,11 @@ from fxbraid.schedule.action import Action, Phase
 
 
 class Hand:
-    """Deals one rank's actions on the two-chunk V: each phase of each chunk in micro-batch order, W's as their I's ran.
+    """Deals one rank's actions on the two-chunk V: each phase of each chunk in micro-batch order, W's as
+    their I's ran.
 
-    ``local`` is 0 for the chunk on the way down (``rank``) and 1 for the one on the way back (2p - 1 - ``rank``).
+    ``local`` is 0 for the chunk on the way down (``rank``) and 1 for the one on the way back (chunk
+    2p - 1 - ``rank``).
     """
 
     def __init__(self, p: int, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Schedules on the loop with several chunks a rank: interleaved 1F1B and its zero-bubble form, and breadth-first."""
+"""Schedules on the loop with several chunks a rank: interleaved 1F1B, its zero-bubble form, breadth-first."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fxbraid.schedule.schedule import Schedule
 def round_sizes(p: int, m: int) -> list[int]:
     """Micro-batches per round: m // p rounds (at least one), as even as can be, the larger ones first.
 
-    Larger first, because a rank runs ahead by (v-1) times the first round's size, and a later and larger round would
-    want a backward before its forward. torch allows equal rounds only; then this is the same.
+    Larger first, because a rank runs ahead by (v-1) times the first round's size, and a later and larger
+    round would want a backward before its forward. torch allows equal rounds only; then this is the same.
     """
     rounds = max(1, m // p)
     size, larger = divmod(m, rounds)
@@ -30,10 +30,10 @@ def _order(phase: Phase, chunks: tuple[int, ...], sizes: list[int]) -> list[Acti
 def interleaved_1f1b(p: int, m: int, v: int) -> Schedule:
     """Interleaved 1F1B (Narayanan et al., SC 2021), any v and any m; torch's table wherever torch has one.
 
-    Rank r runs (v-1)s + 2(p-1-r) forwards, s the size of the first round (s = p if p divides m), then one forward and
-    one backward in turn. With p dividing m: bubble (p-1)(T_F + T_I + T_W) with T per chunk, so 1/v of 1F1B's; peak
-    (v+1)p - 1 chunk activations on rank 0 (at v = 2 that is 3p - 1; DESIGN section 5's 3p - 2 leaves out the one
-    whose forward runs just before the backward that frees one).
+    Rank r runs (v-1)s + 2(p-1-r) forwards, s the size of the first round (s = p if p divides m), then one
+    forward and one backward in turn. With p dividing m: bubble (p-1)(T_F + T_I + T_W) with T per chunk, so
+    1/v of 1F1B's; peak (v+1)p - 1 chunk activations on rank 0 (at v = 2 that is 3p - 1; DESIGN section 5's
+    3p - 2 leaves out the one whose forward runs just before the backward that frees one).
     """
     placement, sizes = Placement("loop", p, v), round_sizes(p, m)
     rows = []
@@ -56,9 +56,9 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
 def interleaved_zero_bubble(p: int, m: int, v: int) -> Schedule:
     """Interleaved ZB-H1 (ZB1P; Qi et al., ICLR 2024), any v and any m; torch's table wherever torch has one.
 
-    As interleaved 1F1B with half of the run-ahead, (v-1)s + p-1-r, every backward split, and rank r keeping r W's
-    queued, which it runs when its I's are done: all ranks hold (v-1)s + p chunk activations at most. With p dividing m and
-    T_F = T_I = T_W the bubble is (p-1)(T_F + T_I - T_W), a third of 1F1B-I's.
+    As interleaved 1F1B with half of the run-ahead, (v-1)s + p-1-r, every backward split, and rank r keeping r
+    W's queued, which it runs when its I's are done: all ranks hold (v-1)s + p chunk activations at most. With
+    p dividing m the bubble is (p-1)(max(T_F, T_W) + T_I - T_W): at T_F = T_I = T_W a third of 1F1B-I's.
     """
     return Schedule("interleaved_zero_bubble", *_zero_bubble(p, m, v))
 
@@ -66,7 +66,8 @@ def interleaved_zero_bubble(p: int, m: int, v: int) -> Schedule:
 def zb_h1(p: int, m: int) -> Schedule:
     """ZB-H1 (Qi et al., ICLR 2024): 1F1B with split backwards, no more memory than 1F1B's first rank.
 
-    Bubble (p-1)(T_F + T_I - T_W); peak min(m, p) chunk activations, those that wait for their W included.
+    Bubble (p-1)(max(T_F, T_W) + T_I - T_W); peak min(m, p) chunk activations, those that wait for their W
+    included.
     """
     return Schedule("zb_h1", *_zero_bubble(p, m, 1))
 
@@ -93,9 +94,9 @@ def _zero_bubble(p: int, m: int, v: int) -> tuple[Placement, int, tuple[tuple[St
 def looped_bfs(p: int, m: int, v: int) -> Schedule:
     """Breadth-first (Lamy-Poirier, MLSys 2023): chunk by chunk, each for all micro-batches.
 
-    Bubble (p-1)(T_F + T_I + T_W) with T per chunk (for m >= p); peak v m chunk activations. torch's table runs the
-    backwards from the last micro-batch to the first; here they run in order, as fxbraid's executor and sums want,
-    with the same memory and a makespan at least as good.
+    Bubble (p-1)(T_F + T_I + T_W) with T per chunk (for m >= p); peak v m chunk activations. torch's table
+    runs the backwards from the last micro-batch to the first; here they run in order, as fxbraid's executor
+    and sums want, with the same memory and a makespan at least as good.
     """
     placement = Placement("loop", p, v)
     rows = []

@@ -16,12 +16,12 @@ from fxbraid.schedule.zbv import zbv
 def stp_low_memory(p: int, m: int) -> Schedule:
     """V, two chunks a rank; the warm-up ends as soon as the first backward can come back.
 
-    Peak 2p + 1 chunk activations live, where ``stp`` holds 4p - 1 (3p of them not waiting for their W). For m >= 2p
-    and p >= 3 the makespan at T_F = T_I = T_W = 1 is 6m + 2p - 3 without T_AR (``stp``: 6m + p - 1), and at
-    T_AR = 1/4 it is 6m + (13p - 15) / 4, which is 1.5 less than DualPipeV's in the same memory.
+    Peak 2p + 1 chunk activations live, where ``stp`` holds 4p - 1 (3p of them not waiting for their W). For
+    m >= 2p and p >= 3 the makespan at T_F = T_I = T_W = 1 is 6m + 2p - 3 without T_AR (``stp``: 6m + p - 1),
+    and at T_AR = 1/4 it is 6m + (13p - 15) / 4, which is 1.5 less than DualPipeV's in the same memory.
 
-    The order was found by ``auto`` and written down. For m < 2p: the fastest, at T_AR = 1/4, of list schedules in
-    that memory, DualPipeV and a braided ZB-V.
+    The order was found by ``auto`` and written down. For m < 2p: the fastest, at T_AR = 1/4, of list
+    schedules in that memory, DualPipeV and a braided ZB-V.
     """
     if m >= 2 * p > 2:
         return _closed_form(p, m)

@@ -1,6 +1,7 @@
 """Makespan of a schedule at one cost per phase: a clock over whole actions, for tests and for the search.
 
-(The full simulator works on units, lanes and links; here P2P takes no time and a step's results leave when it ends.)
+(The full simulator works on units, lanes and links; here P2P takes no time and a step's results leave when it
+ends.)
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from fxbraid.schedule.walk import execution_order
 
 
 class Costs(NamedTuple):
-    """Times of one chunk and one micro-batch: forward, input gradient, weight gradient, and the tensor-parallel
-    all-reduces of one F or of one I (T_AR)."""
+    """Times of one chunk and one micro-batch: forward, input gradient, weight gradient, and the
+    tensor-parallel all-reduces of one F or of one I (T_AR).
+    """
 
     f: float = 1
     i: float = 1
@@ -36,9 +38,10 @@ class Costs(NamedTuple):
                 return self.i + self.w
 
     def exposed(self, step: Step) -> float:
-        """The all-reduce time that nothing in the step hides: each F and each I hides its own behind the compute of
-        everything else in the step. So F or I alone exposes T_AR, B max(0, T_AR - T_W), and a composite nothing as
-        long as its other parts take T_AR."""
+        """The all-reduce time that nothing in the step hides: each F and each I hides its own behind the
+        compute of everything else in the step. So F or I alone exposes T_AR, B max(0, T_AR - T_W), and a
+        composite nothing as long as its other parts take T_AR.
+        """
         if not self.ar:
             return 0.0
         total, hidden = self.compute(step), 0.0

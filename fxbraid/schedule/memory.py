@@ -12,8 +12,8 @@ from fxbraid.schedule.schedule import Schedule
 class Peak:
     """The most that one rank holds at once; the three need not happen at the same time.
 
-    live: chunk activations from F to the end of their B or W. activations: from F to the end of their I or B, that is
-    before I hands over to W. queued: from I to W. At any moment live = activations + queued.
+    live: chunk activations from F to the end of their B or W. activations: from F to the end of their I or B,
+    that is before I hands over to W. queued: from I to W. At any moment live = activations + queued.
     """
 
     live: int
@@ -25,8 +25,8 @@ def peak_memory(schedule: Schedule, *, release_in_block: bool = True) -> tuple[P
     """The peaks of every rank, in list order (a rank's memory depends on its own list alone).
 
     A braided step frees its backward's activations unit by unit while it makes its forward's, so with
-    ``release_in_block`` a composite counts after what it frees. Otherwise it counts all that it makes before it
-    frees anything, which is what a block that is one opaque graph does.
+    ``release_in_block`` a composite counts after what it frees. Otherwise it counts all that it makes before
+    it frees anything, which is what a block that is one opaque graph does.
     """
     return tuple(_peak(schedule, rank, release_in_block) for rank in range(schedule.p))
 

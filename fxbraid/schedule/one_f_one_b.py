@@ -8,7 +8,7 @@ from fxbraid.schedule.schedule import Schedule
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """Rank r runs p-1-r forwards, then one forward and one backward in turn, then the backwards that are left.
+    """Rank r runs p-1-r forwards, then one forward and one backward in turn, then the backwards left.
 
     Bubble (p-1)(T_F + T_I + T_W); peak min(m, p - r) activations of rank r's one chunk. Any m: with fewer
     micro-batches than ranks the first ranks run all forwards first.

@@ -13,8 +13,8 @@ class Placement:
     """``v`` chunks on each of ``p`` ranks, chunk c feeding chunk c + 1.
 
     ``loop``: chunk c lies on rank c mod p, so every pass goes from rank 0 to rank p - 1 and jumps back.
-    ``v``: even passes go down the ranks, odd passes come back up; with v = 2 rank r holds chunks r and 2p - 1 - r,
-    and the chunks on both sides of a turn lie on one rank. (A zigzag for v > 2.)
+    ``v``: even passes go down the ranks, odd passes come back up; with v = 2 rank r holds chunks r and
+    2p - 1 - r, and the chunks on both sides of a turn lie on one rank. (A zigzag for v > 2.)
     """
 
     kind: Literal["loop", "v"]

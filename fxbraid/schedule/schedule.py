@@ -44,7 +44,8 @@ class Schedule:
     def to_csv(self) -> str:
         """One line per rank, compute only, as torch's ``_PipelineScheduleRuntime._load_csv`` reads it.
 
-        torch's grammar says every action and ``OVERLAP_F_B``; for it, ``unbraid`` a schedule with other composites.
+        torch's grammar says every action and ``OVERLAP_F_B``; for it, ``unbraid`` a schedule with other
+        composites.
         """
         return csvfile.write(self.actions)
 

@@ -1,4 +1,4 @@
-"""``auto``: a schedule found by search for given costs and memory, never slower than a named one that fits."""
+"""``auto``: a schedule found by search, never slower than any named one that fits in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EFFORT = 400_000
 """Steps that the local search may run through, over all its trials: a second or so."""
 
 LARGE = 20_000
-"""Chunks times micro-batches above which only the best named schedule is braided, and nothing else is tried."""
+"""Chunks times micro-batches above which only the best named schedule is braided, nothing else tried."""
 
 
 def search(
@@ -33,11 +33,12 @@ def search(
     max_live: int | None = None,
     effort: int = EFFORT,
 ) -> Schedule:
-    """The fastest schedule found at ``costs`` with at most ``max_live`` chunk activations (F to W) on any rank.
+    """The fastest schedule found at ``costs`` with at most ``max_live`` activations (F to W) on any rank.
 
-    Starts from every schedule of ``named`` as it is and braided and from list schedules made under ``max_live`` (on
-    the V for v = 2, else on the loop); then changes the fastest of them locally for as long as it gets faster and ``effort`` lasts. Same
-    arguments, same result. Raises ScheduleError if nothing fits, with the least that would.
+    Starts from every schedule of ``named`` as it is and braided and from list schedules made under
+    ``max_live`` (on the V for v = 2, else on the loop); then changes the fastest of them locally for as long
+    as it gets faster and ``effort`` lasts. Same arguments, same result. Raises ScheduleError if nothing fits,
+    with the least that would.
     """
     if max_live is not None and max_live < v:
         raise ScheduleError(
@@ -48,7 +49,7 @@ def search(
     if not fitting:
         least = min(starts, key=lambda one: max(peak_live(one)))
         raise ScheduleError(
-            f"no schedule with p={p}, m={m}, v={v} is known to hold max_live={max_live} chunk activations or fewer; "
+            f"no known schedule with p={p}, m={m}, v={v} holds max_live={max_live} activations or fewer; "
             f"{least.name} holds {max(peak_live(least))}, the least: raise max_live to that"
         )
     best = min(fitting, key=lambda one: makespan(one, *costs))
@@ -119,7 +120,7 @@ class _LocalSearch:
         return with_rows(self.schedule, self.rows)
 
     def places(self) -> list[tuple[int, int]]:
-        """Where to try: everywhere, in random order, as the warm-up and cool-down must not eat all of the effort."""
+        """Where to try: everywhere, in random order, so that the first ranks don't eat all of the effort."""
         found = [(rank, at) for rank, row in enumerate(self.rows) for at in range(len(row))]
         self.random.shuffle(found)
         return found

@@ -12,14 +12,14 @@ from fxbraid.schedule.schedule import Schedule
 def stp(p: int, m: int) -> Schedule:
     """The published order for m >= 3p - 1, and below that one made by list scheduling.
 
-    V, two chunks a rank. With T_F, T_I, T_W and T_AR per chunk and micro-batch, for m >= 3p - 1 and T_F = T_I = T_W:
-    bubble (p-1)(T_F + T_AR + T_I - T_W), exposed TP (2p+1) T_AR (2p T_AR for even p > 1, where rank p - 1 pairs
-    all its forwards of step 3), peak 3p activations from F to I (and p - 1 more wait for their W: 4p - 1 live).
-    Everything else runs braided. With unequal times the bubble is larger than that: for T_W <= T_F <= T_I and T_AR = 0
-    it is (p-1)(2 T_F + 2 T_I - 3 T_W).
+    V, two chunks a rank. With T_F, T_I, T_W and T_AR per chunk and micro-batch, for m >= 3p - 1 and T_F = T_I
+    = T_W: bubble (p-1)(T_F + T_AR + T_I - T_W), exposed TP (2p+1) T_AR (2p T_AR for even p, where rank p - 1
+    pairs all its forwards of step 3), peak 3p activations from F to I (and p - 1 more wait for their W: 4p -
+    1 live). Everything else runs braided. With unequal times the bubble is larger than that: for T_W <= T_F
+    <= T_I and T_AR = 0 it is (p-1)(2 T_F + 2 T_I - 3 T_W).
 
-    m < 3p - 1 has no closed form. The list scheduler's result keeps to 3p activations from F to I and 4p - 1 live;
-    at T_F = T_I = T_W, T_AR = 0 its makespan is the least possible, 6m + p - 1, wherever m >= p.
+    m < 3p - 1 has no closed form. The list scheduler's result keeps to 3p activations from F to I and 4p - 1
+    live; at T_F = T_I = T_W, T_AR = 0 its makespan is the least possible, 6m + p - 1, wherever m >= p.
     """
     if m >= 3 * p - 1:
         return closed_form(p, m)

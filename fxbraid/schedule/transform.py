@@ -60,10 +60,11 @@ def merge_backward(schedule: Schedule) -> Schedule:
 
 
 def reproducible(schedule: Schedule) -> Schedule:
-    """Runs every chunk's W's in micro-batch order, so that gradients add up in one order whatever the schedule.
+    """Runs every chunk's W's in micro-batch order: gradients add up in one order whatever the schedule.
 
-    A B whose chunk has older W's queued becomes its I and the oldest of them in its own W's place; every later W
-    of the chunk is then the oldest queued too. Steps, their times and the number queued at every point stay.
+    A B whose chunk has older W's queued becomes its I and the oldest of them in its own W's place; every
+    later W of the chunk is then the oldest queued too. Steps, their times and the number queued at every
+    point stay.
 
     before   0I4            0B5            (0F9;0B6)OVERLAP_F_B          0W4
     after    0I4  (0I5;0W4)OVERLAP_I_W  (0F9;0I6;0W5)OVERLAP_F_I_W       0W6

@@ -3,11 +3,11 @@
 Rules (c = chunk, j = micro-batch): F(c, j) needs F(c-1, j); I or B (c, j) needs F(c, j) and I or B (c+1, j);
 W(c, j) needs I(c, j). The parts of a composite start together and need all their inputs at its start.
 
-P2P model: a send is asynchronous, and there is one channel per (source rank, destination rank) on which the receiver
-posts its receives ahead, in the sender's order. A message therefore waits for nothing but its producer: with buffers
-because the buffer takes it, with zero buffers (rendezvous) because its receive is posted and every earlier message of
-the channel was produced earlier. So both deadlock exactly when the rules above and the order of the lists form a
-cycle, and one walk decides both.
+P2P model: a send is asynchronous, and there is one channel per (source rank, destination rank) on which the
+receiver posts its receives ahead, in the sender's order. A message therefore waits for nothing but its
+producer: with buffers because the buffer takes it, with zero buffers (rendezvous) because its receive is
+posted and every earlier message of the channel was produced earlier. So both deadlock exactly when the rules
+above and the order of the lists form a cycle, and one walk decides both.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def needs(action: Action, n_chunks: int) -> tuple[Need, ...]:
 
 
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Yields every (rank, position) once, each after all that it needs and in list order per rank. Linear time.
+    """Yields every (rank, position) once, in list order per rank and after all that it needs. Linear time.
 
     Expects each action once; raises ScheduleError that names the cycle if the lists deadlock.
     """
     position = [0] * schedule.p
     yield from walk(schedule, position)
-    if any(at < len(row) for at, row in zip(position, schedule.actions)):
+    if any(at < len(row) for at, row in zip(position, schedule.actions, strict=True)):
         raise ScheduleError(_explain_deadlock(schedule, position))
 
 
@@ -49,7 +49,7 @@ def walk(schedule: Schedule, position: list[int]) -> Iterator[tuple[int, int]]:
     """``execution_order`` that moves ``position`` and simply stops where nothing can go on."""
     m, n_chunks = schedule.m, schedule.n_chunks
     forward, weight = Phase.F, Phase.W
-    # One byte per (chunk, micro-batch), and one row more on each side: what chunk 0 and the last chunk need is there.
+    # One byte per (chunk, micro-batch), and one more row: what chunk 0 and the last chunk need is there.
     activations = bytearray(b"\1") * m + bytearray(n_chunks * m)
     gradients = bytearray(n_chunks * m) + bytearray(b"\1") * m
     waiting: dict[tuple[bool, int], list[int]] = {}
@@ -117,10 +117,15 @@ def _explain_deadlock(schedule: Schedule, position: list[int]) -> str:
         step = schedule.actions[rank][position[rank]]
         need, (source, at) = _unmet(schedule, step, made, position)
         what = f"{need[1]}{'F' if need[0] is Phase.F else 'I'}{need[2]}"
-        where = (
-            "in the same step" if (source, at) == (rank, position[rank]) else f"step {at} of rank {source}"
+        if (source, at) == (rank, position[rank]):
+            return (
+                f"rank {rank}, step {at}: {step} holds {what} and what needs it, but the parts of a "
+                "composite start together; run them one after the other"
+            )
+        lines[rank] = (
+            f"rank {rank} stands at step {position[rank]} ({step}), which needs {what} "
+            f"(step {at} of rank {source})"
         )
-        lines[rank] = f"rank {rank} stands at step {position[rank]} ({step}), which needs {what} ({where})"
         rank = source
     cycle = path[path.index(rank) :]
     return "deadlock: " + "; ".join(lines[r] for r in cycle) + ". Move one of these steps."

@@ -13,10 +13,12 @@ from fxbraid.schedule.transform import truncate
 def zbv(p: int, m: int) -> Schedule:
     """V, two chunks a rank; for m >= 2p - 1 torch's order.
 
-    Peak 2p chunk activations, those that wait for their W included. A rank's own bubble is (p-1)(T_F + T_I - 2 T_W)
-    where that is not negative and T_AR = 0, so none at T_F = T_I = T_W: makespan 6m + p - 1, p - 1 being the steps
-    until the last rank starts. For m < 2p - 1 torch takes the first m micro-batches of the order for 2p - 1; here the
-    W's then fill the gaps, which is as fast or faster in the same memory.
+    Peak 2p chunk activations, those that wait for their W included. Counted from each rank's own start the
+    bubble is (p-1) 2 (T_I - T_W) for T_W <= T_F <= T_I and T_AR = 0 (the published (p-1)(T_F + T_I - 2 T_W)
+    where T_F = T_I), so none at T_F = T_I = T_W: makespan 6m + p - 1, as the last rank starts p - 1 later.
+
+    For m < 2p - 1 torch takes the first m micro-batches of the order for 2p - 1; here the W's then fill the
+    gaps, which is as fast or faster in the same memory.
     """
     full = max(m, 2 * p - 1)
     rows = tuple(tuple(_rank(p, full, rank)) for rank in range(p))

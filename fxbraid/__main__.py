@@ -1,0 +1,5 @@
+"""``python -m fxbraid``: the same as the ``fxbraid`` command."""
+
+from fxbraid.cli import main
+
+main()

@@ -1,0 +1,255 @@
+"""The bench: refusals before any rank starts, the table and the JSON, the verdict, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fxbraid.bench import run as run_module
+from fxbraid.bench.cli import bench
+from fxbraid.bench.config import BenchConfig, ConfigError, check_config, skip_reason, split_name
+from fxbraid.bench.engines import shard_part
+from fxbraid.bench.models import build_model, load_config, make_batch
+from fxbraid.bench.parity import Difference, Part, compare, run_reference
+from fxbraid.bench.ranks import Result, Row
+from fxbraid.bench.table import as_json, make_table, verdict
+from fxbraid.runtime.launch import RankError, launch, process_group
+
+app = typer.Typer()
+app.command()(bench)
+
+
+def text_of(output: str) -> str:
+    """The words of a boxed message."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", output).split())
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 4}, "2 key-value heads are not divisible by --tp 4; use --tp 1 or 2"),
+        ({"tp": 3}, "4 attention heads are not divisible by --tp 3; use --tp 1 or 2"),
+        ({"pp": 0}, "--pp is 0; give a number that is at least 1"),
+        ({"microbatches": -1}, "--microbatches is -1"),
+        ({"seq": 1}, "--seq is 1; give at least 2"),
+        ({"pp": 8}, "stp on --pp 8 wants 16 chunks, and qwen2-tiny has 8 layers"),
+        ({"pp": 16, "schedules": ("ScheduleGPipe",)}, "ScheduleGPipe on --pp 16 wants 16 chunks"),
+        ({"schedules": ("zigzag",)}, "no schedule is named 'zigzag'"),
+        ({"schedules": ()}, "--schedules names none"),
+        ({"model": "qwen9"}, "no model is called 'qwen9' and no file has that path"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_numbers(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_config(BenchConfig(**options))
+
+
+def test_a_config_with_dropout_is_refused(tmp_path: Path) -> None:
+    load_config("llama-tiny", attention_dropout=0.25).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"attention_dropout is 0\.25"):
+        check_config(BenchConfig(model=str(tmp_path / "config.json")))
+
+
+def test_refusals_reach_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_ranks(*_: Any, **__: Any) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(run_module, "launch", no_ranks)
+    result = CliRunner().invoke(app, ["--tp", "4"])
+    assert result.exit_code == 2
+    assert "2 key-value heads are not divisible by --tp 4" in text_of(result.output)
+
+
+def test_options_that_smollm2_would_ignore_are_refused() -> None:
+    result = CliRunner().invoke(app, ["--model", "smollm2", "--seq", "32", "--compile"])
+    assert result.exit_code == 2
+    assert "--seq, --compile means nothing with --model smollm2" in text_of(result.output)
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="is 4 ranks, and this launcher started 2; use --nproc-per-node 4"):
+        run_module.run_bench(BenchConfig(), Console(), None, 1.0)
+
+
+def test_names_say_engine_and_mode() -> None:
+    assert split_name("stp") == ("stp", True)
+    assert split_name("stp:blocking") == ("stp", False)
+    assert skip_reason(BenchConfig(microbatches=1), "1f1b") is None
+    assert skip_reason(BenchConfig(microbatches=1), "Schedule1F1B") == "it needs m >= 2 stages, and m is 1"
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+def result_with(grad: float, bitwise: bool = True) -> Result:
+    rows = (
+        Row("stp", "fxbraid", None, 6.0, Difference(0.0, 1e-7, "a"), (0.2, 0.1, 0.4), (2048, 1024), "own"),
+        Row(
+            "ScheduleGPipe", "torch", None, 6.0, Difference(0.0, grad, "lm_head.weight"), (0.3,), (None, None)
+        ),
+        Row("ScheduleDualPipeV", skipped="it needs m >= 2p = 4, and m is 3"),
+    )
+    return Result("qwen2-tiny", 10, 6.0, rows, {"stp": bitwise})
+
+
+def test_the_table_and_the_verdict_show_what_was_measured() -> None:
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(make_table(BenchConfig(), result_with(1e-7)))
+    shown = console.export_text()
+    assert re.search(r"stp\s+fxbraid\s+200\s+100-400\s+5120\s+2\s+1e-07", shown)
+    assert re.search(r"GPipe\s+torch\s+300\s+300-300\s+3413\s+-\s+1e-07", shown)
+    assert re.search(r"DualPipeV\s+skipped", shown)
+    said = verdict(result_with(1e-7))
+    assert "ScheduleDualPipeV was skipped: it needs m >= 2p = 4, and m is 3." in said
+    assert "All 2 give the loss and gradients" in said
+    assert "bitwise equal" in said
+
+
+def test_a_difference_is_named_and_fails() -> None:
+    assert result_with(1e-7).ok
+    wrong = result_with(3e-3)
+    assert not wrong.ok
+    assert "ScheduleGPipe differs from one process" in verdict(wrong)
+    assert "3.0e-03" in verdict(wrong) and "lm_head.weight" in verdict(wrong)
+    assert not result_with(1e-7, bitwise=False).ok
+    assert not result_with(float("inf")).ok
+
+
+@pytest.mark.parametrize(("grad", "code"), [(1e-7, 0), (1e-2, 1)])
+def test_the_exit_code_is_the_verdict(
+    grad: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run_module, "launch", lambda *_, **__: [result_with(grad)])
+    result = CliRunner().invoke(app, ["--json", str(tmp_path / "out.json")])
+    assert result.exit_code == code, result.output
+    assert json.loads((tmp_path / "out.json").read_text())["ok"] is (code == 0)
+
+
+def test_a_failing_rank_is_shown_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RankError(3, "ValueError: no", "Traceback")
+
+    monkeypatch.setattr(run_module, "launch", fail)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 1
+    assert "rank 3 failed: ValueError: no" in result.output
+
+
+def test_json_has_every_sample_and_where_it_came_from() -> None:
+    content = as_json(BenchConfig(steps=3), result_with(1e-7))
+    assert content["rows"][0]["samples_s"] == (0.2, 0.1, 0.4)
+    assert content["rows"][0]["median_s"] == 0.2
+    assert content["rows"][2]["skipped"].startswith("it needs")
+    assert content["clock"] == "wall, gloo on loopback"
+    assert content["machine"]["cores"] >= 1
+    assert content["versions"]["torch"] == torch.__version__
+    json.dumps(content)
+
+
+# --- parity ------------------------------------------------------------------------------------
+
+
+def test_a_shard_tells_its_dimension_by_its_shape() -> None:
+    full = torch.arange(12.0).view(4, 3)
+    part = shard_part("w", full[2:], (2, 3), (4, 3), (1, 2))
+    assert (part.dim, part.index, part.count) == (0, 1, 2)
+    assert torch.equal(part.of(full), full[2:])
+    assert shard_part("w", full, (4, 3), (4, 3), (1, 2)).dim is None
+
+
+def compare_spoiled(spoil: str) -> Difference:
+    import torch.distributed as dist
+
+    with process_group(timeout_s=30):
+        config = load_config("llama-tiny", num_hidden_layers=1, hidden_size=32, vocab_size=64)
+        model = build_model(config, 0)
+        batch = make_batch(64, 2, 8, 0, ragged=True)
+        reference = run_reference(model, batch)
+        loss = model(**batch).loss
+        loss.backward()
+        parts = [Part(name, p.grad) for name, p in model.named_parameters()]
+        last = dist.get_rank() == 1
+        if spoil == "value" and last:
+            assert parts[3].grad is not None
+            parts[3].grad[0] += 1e-2
+        if spoil == "nan" and last:
+            assert parts[3].grad is not None
+            parts[3].grad[0] = float("nan")
+        if spoil == "missing":
+            parts = parts[1:]
+        if spoil == "half":
+            parts[0] = Part(parts[0].name, parts[0].grad, 0, 0, 2)
+        if spoil == "none" and last:
+            parts[0] = Part(parts[0].name, None)
+        return compare(loss, parts, reference)
+
+
+def test_equal_gradients_compare_equal_and_a_wrong_one_is_found() -> None:
+    good = launch(compare_spoiled, ("",), nproc=2, timeout_s=90)
+    assert good[0].within(0.0, 0.0) and good[0] == good[1]
+    bad = launch(compare_spoiled, ("value",), nproc=2, timeout_s=90)
+    assert not bad[0].within(1e-6, 1e-5) and bad[0] == bad[1]
+    assert bad[0].worst == "model.layers.0.self_attn.v_proj.weight"
+    assert not launch(compare_spoiled, ("nan",), nproc=2, timeout_s=90)[0].within(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("missing", r"hold parts \[\] of parameter model.embed_tokens.weight, which is not"),
+        ("half", r"hold parts \[\(0, 2\)\] of parameter model.embed_tokens.weight, which is not"),
+        ("none", "model.embed_tokens.weight has no gradient on rank 1"),
+    ],
+)
+def test_parameters_that_nobody_compared_are_an_error(spoil: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        launch(compare_spoiled, (spoil,), nproc=2, timeout_s=90, on_line=lambda *_: None)
+
+
+# --- whole runs --------------------------------------------------------------------------------
+
+
+def test_fxbraid_and_torch_agree_on_four_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "fxbraid.bench", "--seq", "16", "--steps", "2", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    names = [row["name"] for row in content["rows"]]
+    assert names == list(BenchConfig().schedules)
+    for row in content["rows"]:
+        assert row["difference"]["loss"] <= 1e-6 and row["difference"]["grad"] <= 1e-5
+        assert len(row["samples_s"]) == 2
+        assert len(row["peak_bytes"]) == 4 and all(row["peak_bytes"])
+    assert content["bitwise_braided_equals_blocking"] == {"stp": True}
+    assert "bitwise equal" in done.stdout
+
+
+def test_it_runs_under_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    options = ["--tp", "1", "--seq", "16", "--steps", "1", "-m", "3", "--model", "llama-tiny"]
+    names = "stp,Schedule1F1B,ScheduleDualPipeV"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "fxbraid.bench", *options, "--schedules", names, "--json", str(path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("All 2 give the loss and gradients") == 1
+    assert "ScheduleDualPipeV was skipped: it needs m >= 2p = 4, and m is 3." in done.stdout
+    assert json.loads(path.read_text())["ok"]
