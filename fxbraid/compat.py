@@ -6,6 +6,9 @@ Each is checked by ``tests/test_compat.py``, which fails loudly where a torch ve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -41,7 +44,7 @@ def missing() -> list[str]:
     signature than the passes call."""
     import inspect
 
-    wanted = {
+    wanted: dict[Callable[..., Any], set[str]] = {
         aot_export_joint_with_descriptors: {"stack", "mod", "args", "decompositions"},
         standalone_compile: {"gm", "example_inputs"},
         fx_graph_cse: {"fx_g"},

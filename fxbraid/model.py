@@ -97,7 +97,9 @@ class BraidedModel(nn.Module):
         detached, the same on every rank. A new shape or keyword is traced and cached.
         """
         if not self.training:
-            raise BraidError("step() trains, but the model is in eval mode; call train() first, or model(**batch)")
+            raise BraidError(
+                "step() trains, but the model is in eval mode; call train() first, or model(**batch)"
+            )
         engine = self._engine_for(batch, training=True)
         inputs = self._inputs(engine, batch)
         results = engine.run(inputs)
@@ -112,7 +114,9 @@ class BraidedModel(nn.Module):
         rank; everything else (logits [batch, ...]) on the ranks that hold the last chunk, None on the others.
         """
         if self.training:
-            raise BraidError("model(**batch) is the forward of eval mode; call step(**batch) to train, or eval() first")
+            raise BraidError(
+                "model(**batch) is the forward of eval mode; call step(**batch) to train, or eval() first"
+            )
         engine = self._engine_for(batch, training=False)
         results = engine.run(self._inputs(engine, batch))
         outputs: dict[str, Any] = {}
@@ -129,7 +133,8 @@ class BraidedModel(nn.Module):
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
         Every parameter counts once, whether sharded, replicated over TP or tied across ranks. Returns the norm
-        before clipping, 0-d, float32 (float64 for a float64 model), the same on every rank (as ``torch.nn.utils.clip_grad_norm_`` does).
+        before clipping, 0-d, float32 (float64 for a float64 model), the same on every rank, as
+        ``torch.nn.utils.clip_grad_norm_`` does.
         """
         counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and self._counts(name)]
         device = self._mesh.device
@@ -203,7 +208,7 @@ class BraidedModel(nn.Module):
     def _lower(self, batch: Mapping[str, Any], *, training: bool) -> Lowered:
         micro = {k: v[0] for k, v in batches.split(batch, self._options.n_microbatches).items()}
         return lower_model(
-            self._source,
+            self.__dict__["_source"],
             micro,
             n_chunks=self._schedule.n_chunks,
             only=self._schedule.placement.chunks_of(self._mesh.pp_rank),
@@ -235,9 +240,13 @@ class BraidedModel(nn.Module):
                     f"{self._options.max_programs}; pad batches to fewer shapes, or raise max_programs"
                 )
             lowered = self._lower(batch, training=training)
-            missing = [n for c in lowered.chunks.values() for n in c.joint.state.values() if n not in self._state]
+            missing = [
+                n for c in lowered.chunks.values() for n in c.joint.state.values() if n not in self._state
+            ]
             if missing:
-                raise BraidError(f"with these inputs the model reads {missing[0]}, which it did not read before")
+                raise BraidError(
+                    f"with these inputs the model reads {missing[0]}, which it did not read before"
+                )
             self._engines[key] = self._engine(
                 lowered, self._schedule if training else forward_only(self._schedule)
             )

@@ -36,6 +36,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -147,7 +148,7 @@ class _Builder:
         for s, u in self._order():
             self._run(self.lines[s], self.lines[s].units[u])
         outputs: list[list[str]] = []
-        values: list[object] = []
+        values: list[Any] = []
         for i, action in enumerate(self.parts):
             names, results = self._results(i, action)
             outputs.append(names)

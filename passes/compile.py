@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from filelock import FileLock
@@ -46,11 +46,12 @@ class Artefacts:
 
 def compile_unit(module: fx.GraphModule, key: str) -> Artefact:
     """Inductor on one unit; inputs are fake tensors from the graph's own metadata, nothing runs."""
-    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    inputs: list[Any] = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module.forward
     # Ranks on one machine meet the same unit at the same moment: one compiles, the others find it in the cache.
     lock = Path(cache_dir()) / f"fxbraid-{key}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(lock), torch.no_grad():
-        return compat.standalone_compile(module, inputs)
+        artefact: Artefact = compat.standalone_compile(module, inputs)  # type: ignore[assignment]
+        return artefact

@@ -57,7 +57,7 @@ class Phase(StrEnum):
     """Phase of a node of the joint graph (words of DESIGN section 2)."""
 
     F = "F"
-    I = "I"  # noqa: E741
+    I = "I"
     W = "W"
 
 
@@ -88,7 +88,7 @@ def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.Fake
     """Differentiate one chunk. ``outputs``: which of the model's outputs the last chunk returns (training wants
     the loss alone); None elsewhere."""
     module = _select_outputs(chunk, outputs)
-    args = []
+    args: list[torch.Tensor] = []
     for node in module.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -201,7 +201,7 @@ def _drop_no_ops(result: JointGraph) -> None:
     result.input_grads = [source(n) for n in result.input_grads]
     result.param_grads = {k: source(n) for k, n in result.param_grads.items()}
     out = result.graph.output_node()
-    out.args = (tuple([*result.outputs, *result.input_grads, *result.param_grads.values()]),)
+    out.args = ((*result.outputs, *result.input_grads, *result.param_grads.values()),)
     out.meta = {}
     for node in list(result.graph.nodes):
         if node.op == "call_function" and node.target in _NO_OPS:
@@ -224,7 +224,11 @@ def split(result: JointGraph, *, training: bool = True) -> JointGraph:
                 graph.erase_node(node)
     held = set(result.state)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in VIEWS and all(n in held for n in node.all_input_nodes):
+        if (
+            node.op == "call_function"
+            and node.target in VIEWS
+            and all(n in held for n in node.all_input_nodes)
+        ):
             held.add(node)
             result.free.add(node)
     calls = [n for n in graph.nodes if n.op == "call_function" and n not in result.free]
@@ -267,5 +271,3 @@ def descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             todo += node.users
     return found
-
-

@@ -64,10 +64,9 @@ def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Norma
     graph_module = captured.graph_module
     output = graph_module.graph.output_node()
     index = captured.outputs.index("loss")
-    loss = output.args[0][index]  # type: ignore[index]
-    if loss_reduction == "mean":
-        targets: list[tuple[fx.Node, fx.Node | None, int]] = [(loss, None, 0)]
-    else:
+    loss: fx.Node = output.args[0][index]  # type: ignore[index, assignment]
+    targets: list[tuple[fx.Node, fx.Node | None, int]] = [(loss, None, 0)]
+    if loss_reduction == "auto":
         targets = [(n, n.args[1], _ignored(n)) for n in _means(loss)]  # type: ignore[misc]
         if not targets:
             return Normalised(captured, None, ())
@@ -151,7 +150,9 @@ def _count_graph(captured: Captured, targets: list[tuple[fx.Node | None, int]]) 
         if node in needed:
             continue
         if node.op == "get_attr":
-            raise UnsupportedError("the labels of the loss depend on parameters; pass loss_reduction explicitly")
+            raise UnsupportedError(
+                "the labels of the loss depend on parameters; pass loss_reduction explicitly"
+            )
         needed.add(node)
         todo += node.all_input_nodes
     for node in captured.graph_module.graph.nodes:

@@ -188,8 +188,10 @@ def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int
     for node in list(segment):
         here = segment[node]
         later = [u for u in node.users if u in segment and segment[u] > here]
-        if not later or not node.meta["val"].is_floating_point() or (
-            marked and here >= 0 and all(segment[u] < head for u in later)
+        if (
+            not later
+            or not node.meta["val"].is_floating_point()
+            or (marked and here >= 0 and all(segment[u] < head for u in later))
         ):
             continue
         with graph.inserting_after(node):

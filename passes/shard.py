@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ..compat import FakeTensorMode
 
+from ..compat import FakeTensorMode
 from .errors import PlanError
 from .marks import tp_copy, tp_reduce
 
@@ -195,7 +195,9 @@ def _check_heads(model: nn.Module, tp_size: int) -> None:
     for key, value in heads:
         if value % tp_size:
             common = math.gcd(*(number for _, number in heads))
-            raise PlanError(f"{key}={value} is not divisible by tp_size={tp_size}; use tp_size {_divisors(common)}")
+            raise PlanError(
+                f"{key}={value} is not divisible by tp_size={tp_size}; use tp_size {_divisors(common)}"
+            )
 
 
 def _divisors(n: int) -> str:
@@ -212,9 +214,9 @@ def _local_copy(model: nn.Module, plan: TpPlan, fake_mode: FakeTensorMode, devic
             memo[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-    local = copy.deepcopy(model, memo)
-    _untie(model, local, fake_mode)
-    return local
+    copied: nn.Module = copy.deepcopy(model, memo)
+    _untie(model, copied, fake_mode)
+    return copied
 
 
 def _untie(model: nn.Module, local: nn.Module, fake_mode: FakeTensorMode) -> None:

@@ -373,6 +373,3 @@ def short_name(parameter: str) -> str | None:
 def total_bytes(nodes: Iterable[fx.Node], resolve: Callable[[fx.Node], fx.Node] = lambda n: n) -> int:
     """Bytes of the distinct values among ``nodes``."""
     return sum(nbytes(n.meta.get("val")) for n in {resolve(n) for n in nodes})
-
-
-

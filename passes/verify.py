@@ -45,9 +45,7 @@ def verify_units(chunk: ChunkUnits) -> None:
     each unit reads only earlier ones and what the program passes."""
     joint = chunk.joint
     for phase, units in chunk.units.items():
-        planned = Counter(
-            str(n.target) for n in joint.phase if joint.phase[n] is phase and not is_mark(n)
-        )
+        planned = Counter(str(n.target) for n in joint.phase if joint.phase[n] is phase and not is_mark(n))
         built: Counter[str] = Counter()
         for unit in units:
             for node in unit.graph_module.graph.nodes:
@@ -56,7 +54,11 @@ def verify_units(chunk: ChunkUnits) -> None:
                         raise VerifyError(f"unit {unit.label} holds a mark: {node.format_node()}")
                     built[str(node.target)] += 1
         views = {str(v) for v in VIEWS}
-        wrong = {t for t in planned | built if planned[t] != built[t] and not (t in views and built[t] > planned[t])}
+        wrong = {
+            t
+            for t in planned | built
+            if planned[t] != built[t] and not (t in views and built[t] > planned[t])
+        }
         if wrong:
             raise VerifyError(
                 f"units of {phase} of chunk {chunk.index} do not hold each node once: "
@@ -89,5 +91,7 @@ def verify_block(block: Block) -> None:
         if node.target is ALL_REDUCE:
             waits = [u for u in node.users if u.target is WAIT]
             if len(waits) != 1 or len(node.users) != 1 or order[waits[0]] <= order[node]:
-                raise VerifyError(f"block {block.name}: {node.name} has {len(waits)} waits among {list(node.users)}")
+                raise VerifyError(
+                    f"block {block.name}: {node.name} has {len(waits)} waits among {list(node.users)}"
+                )
     block.graph_module.graph.lint()

@@ -54,11 +54,13 @@ class Blocks(Mapping[str, Block]):
 
     def _parse(self, key: str) -> list[Action]:
         mine = sorted(self._context.chunks)
-        parts = []
+        parts: list[Action] = []
         for text in key.split("&"):
             phase, chunk = text[:1], text[1:]
             if phase not in ("F", "I", "W", "B") or (chunk and not chunk.isdigit()):
-                raise KeyError(f"{key!r} names no block; kinds are {', '.join(KINDS)}, with chunks as in 'F0&B3'")
+                raise KeyError(
+                    f"{key!r} names no block; kinds are {', '.join(KINDS)}, with chunks as in 'F0&B3'"
+                )
             default = mine[0] if phase == "F" and not parts else mine[-1]
             parts.append(Action(Do(phase), int(chunk) if chunk else default, len(parts)))
             if parts[-1].chunk not in mine:

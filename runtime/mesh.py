@@ -144,7 +144,9 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
             ranks = ranks.unsqueeze(0 if axis == "pp" else -1)
     order = [n for n in names if n in ("pp", "tp")]
     if order == ["tp", "pp"]:
-        raise BraidError('put the "pp" axis of device_mesh before "tp": tensor-parallel ranks must be neighbours')
+        raise BraidError(
+            'put the "pp" axis of device_mesh before "tp": tensor-parallel ranks must be neighbours'
+        )
     table = ranks.reshape(ranks.shape[-2], ranks.shape[-1]).tolist()
     me = dist.get_rank()
     pp_rank, tp_rank = next((r, t) for r, row in enumerate(table) for t, rank in enumerate(row) if rank == me)

@@ -86,7 +86,9 @@ class Post(nn.Module):
             buffer = torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
             work = dist.irecv(buffer, self._peer, group=self._group)
             if work is None:
-                raise RuntimeError(f"rank {dist.get_rank()} is no member of the channel from rank {self._peer}")
+                raise RuntimeError(
+                    f"rank {dist.get_rank()} is no member of the channel from rank {self._peer}"
+                )
             posted.append((work, buffer))
         return posted
 

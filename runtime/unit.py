@@ -39,7 +39,9 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     """``parameter.grad += grad``, taking ``grad`` over where there is none yet."""
     if parameter.grad is None:
         # Laid out as the parameter is: fused optimizers want it so, and a view would keep its base alive.
-        parameter.grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+        parameter.grad = (
+            grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+        )
     else:
         parameter.grad.add_(grad)
 

@@ -78,17 +78,17 @@ class Outcome:
 def make_model(name: str, *, tied: bool, layers: int, dtype: torch.dtype) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
         # Far from the usual 0.02: at that scale attention is uniform, and gradients of q and k nearly cancel.
-        initializer_range=0.2,
-    )
+        "initializer_range": 0.2,
+    }
     torch.manual_seed(7)
     config, kind = {
         "qwen2": (Qwen2Config(**sizes), Qwen2ForCausalLM),
@@ -202,8 +202,18 @@ def share_traces() -> None:
 
     def lower_once(source: nn.Module, micro: dict[str, Any], **options: Any) -> Any:
         shapes = {k: (tuple(v.shape), str(v.dtype)) for k, v in micro.items()}
-        weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in source.named_parameters(remove_duplicate=False)]
-        key = repr((type(source), weights, source.config.tie_word_embeddings, shapes, sorted(options.items(), key=str)))
+        weights = [
+            (n, tuple(p.shape), str(p.dtype)) for n, p in source.named_parameters(remove_duplicate=False)
+        ]
+        key = repr(
+            (
+                type(source),
+                weights,
+                source.config.tie_word_embeddings,
+                shapes,
+                sorted(options.items(), key=str),
+            )
+        )
         if key not in traced:
             traced[key] = lower_model(source, micro, **options)
         return traced[key]

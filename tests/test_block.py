@@ -9,7 +9,7 @@ from fxbraid.passes.block import ALL_REDUCE, WAIT, Block, box, braid, unbox
 from fxbraid.passes.errors import VerifyError
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.passes.verify import verify_block
-from fxbraid.schedule import Action, Phase
+from fxbraid.schedule import Action
 
 from .tiny import context, lower, qwen2
 
@@ -97,7 +97,9 @@ def test_the_code_of_a_braid_reads_like_the_table(lowered: Lowered) -> None:
     for line in lines:
         for word in ("self.", "all_reduce", "wait_tensor"):
             if word in line:
-                name = line.split("self.")[1].split("(")[0] if word == "self." else line.split(" = ")[0].strip()
+                name = (
+                    line.split("self.")[1].split("(")[0] if word == "self." else line.split(" = ")[0].strip()
+                )
                 said.append(name)
     start = said.index("attn0_F")
     assert said[start : start + 14] == [
@@ -132,7 +134,10 @@ def test_inputs_and_outputs_of_I_and_W_match_what_F_and_I_pass(lowered: Lowered)
     for index, chunk in lowered.chunks.items():
         forward, backward, weights = (block(lowered, f"{index}{p}0") for p in "FIW")
         sizes = [
-            len(n.args) for made in (forward, backward) for n in made.graph_module.graph.nodes if n.target is box
+            len(n.args)
+            for made in (forward, backward)
+            for n in made.graph_module.graph.nodes
+            if n.target is box
         ]
         assert sizes == [len(chunk.for_I), len(chunk.for_W), len(chunk.handed)]
         read = {
@@ -141,7 +146,11 @@ def test_inputs_and_outputs_of_I_and_W_match_what_F_and_I_pass(lowered: Lowered)
             for n in made.graph_module.graph.nodes
             if n.target is unbox
         }
-        assert read == {"i_for_i": len(chunk.for_I), "w_for_w": len(chunk.for_W), "w_handed": len(chunk.handed)}
+        assert read == {
+            "i_for_i": len(chunk.for_I),
+            "w_for_w": len(chunk.for_W),
+            "w_handed": len(chunk.handed),
+        }
 
 
 def test_no_collective_in_W(lowered: Lowered) -> None:

@@ -53,7 +53,9 @@ def test_a_step_is_the_plain_models_loss_and_gradients(schedule: str, tied: bool
 def test_names_shapes_and_state_are_those_of_the_model() -> None:
     model = qwen2(tie_word_embeddings=True)
     braided = braid(model)
-    assert {n: p.shape for n, p in braided.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {n: p.shape for n, p in braided.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
     assert set(braided.state_dict()) == set(model.state_dict())
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in braided.state_dict().items())
     other = braid(qwen2(tie_word_embeddings=True, initializer_range=0.1))
@@ -237,7 +239,9 @@ def test_a_frozen_parameter_gets_no_gradient() -> None:
 
 def test_refusals_come_before_anything_runs() -> None:
     model = qwen2()
-    with pytest.raises(BraidError, match=r"n_microbatches=4 does not divide the batch of 6; use 1, 2, 3 or 6"):
+    with pytest.raises(
+        BraidError, match=r"n_microbatches=4 does not divide the batch of 6; use 1, 2, 3 or 6"
+    ):
         braid(model, batch(6), n_microbatches=4)
     with pytest.raises(BraidError, match=r"tp_size=2 x pp_size=2 needs 4 processes, but there are 1"):
         braid(model, tp_size=2, pp_size=2)
@@ -293,13 +297,19 @@ def test_nothing_of_a_step_stays_alive_and_the_peak_does_not_grow_with_m() -> No
         braided.step(**data)
         before = {n: p.grad.clone() for n, p in braided.named_parameters() if p.grad is not None}
         peaks[m] = braided.measure_peak(**data)
-        assert all(torch.equal(p.grad, before[n]) for n, p in braided.named_parameters() if p.grad is not None)
+        assert all(
+            torch.equal(p.grad, before[n]) for n, p in braided.named_parameters() if p.grad is not None
+        )
         gc.collect()
         known = {p.untyped_storage().data_ptr() for p in [*braided.parameters(), *braided.buffers()]}
         known |= {p.grad.untyped_storage().data_ptr() for p in braided.parameters() if p.grad is not None}
         alive = [
-            t for t in gc.get_objects()
-            if type(t) is torch.Tensor and t.shape[:2] == (2, 16) and t.is_floating_point() and t.device.type == "cpu"
+            t
+            for t in gc.get_objects()
+            if type(t) is torch.Tensor
+            and t.shape[:2] == (2, 16)
+            and t.is_floating_point()
+            and t.device.type == "cpu"
         ]
         assert not [t for t in alive if t.untyped_storage().data_ptr() not in known]
     # Every further micro-batch keeps its loss, 4 bytes, and nothing else.

@@ -62,12 +62,19 @@ def test_2x2_schedules_braids_and_micro_batches() -> None:
 
 def test_2x2_untied_llama_with_biases_and_no_mask() -> None:
     base = Case(tp=2, pp=2, model="llama", tied=False, m=5)
-    outcomes = run([*variants(base), replace(base, mask=False, schedule="1f1b"), replace(base, model="qwen2")])
+    outcomes = run(
+        [*variants(base), replace(base, mask=False, schedule="1f1b"), replace(base, model="qwen2")]
+    )
     assert same(*outcomes[:2]) and same(*outcomes[2:5])
 
 
 def test_2x2_in_double_precision() -> None:
-    run([Case(dtype=torch.float64, m=5), Case(dtype=torch.float64, m=3, model="llama", tied=False, schedule="1f1b")])
+    run(
+        [
+            Case(dtype=torch.float64, m=5),
+            Case(dtype=torch.float64, m=3, model="llama", tied=False, schedule="1f1b"),
+        ]
+    )
 
 
 def test_1x4_pipeline_alone() -> None:

@@ -68,7 +68,9 @@ class TestShard:
             read_plan(qwen2(), tp_size=4, tp_plan="auto")
 
     def test_features_that_do_not_divide(self) -> None:
-        with pytest.raises(PlanError, match=r"gate_proj.weight is 45, not divisible by tp_size=2; use 1, 3, 5"):
+        with pytest.raises(
+            PlanError, match=r"gate_proj.weight is 45, not divisible by tp_size=2; use 1, 3, 5"
+        ):
             read_plan(qwen2(intermediate_size=45), tp_size=2, tp_plan="auto")
 
     def test_an_unknown_style_names_module_and_style(self) -> None:
@@ -145,7 +147,6 @@ class TestCapture:
 
         with pytest.raises(UnsupportedError, match="writes its calls"):
             captured(Counting(), {"x": torch.ones(2, 4)}, tp_size=1)
-
 
     def test_in_place_operators_on_activations_are_made_functional(self) -> None:
         class InPlace(nn.Module):
@@ -264,6 +265,8 @@ class TestPartition:
                 first = self.layers[0](x)
                 return {"loss": (self.layers[2](self.layers[1](first)) + first).sum()}
 
-        result = normalise_loss(captured(Skipping(), {"x": torch.ones(2, 4)}, tp_size=1), loss_reduction="sum")
+        result = normalise_loss(
+            captured(Skipping(), {"x": torch.ones(2, 4)}, tp_size=1), loss_reduction="sum"
+        )
         with pytest.raises(PartitionError, match="chunk 0 is read in chunk 2"):
             partition(result.captured, 3)

@@ -44,7 +44,9 @@ def test_four_layers_have_29_matmuls_in_each_phase_and_eight_collectives_each_wa
     assert collectives == {Phase.F: 8, Phase.I: 8}
 
 
-def test_the_first_chunk_has_an_I_though_nothing_asks_for_its_input_gradient(chunks: list[ChunkUnits]) -> None:
+def test_the_first_chunk_has_an_I_though_nothing_asks_for_its_input_gradient(
+    chunks: list[ChunkUnits],
+) -> None:
     first = chunks[0]
     assert not first.input_grads
     assert sum(u.matmuls for u in first.units[Phase.I]) == 14
@@ -76,7 +78,9 @@ def test_phases_run_one_after_the_other_give_the_gradients_of_the_plain_model() 
     with torch.no_grad():
         for phase in Phase:
             for unit in chunk.units[phase]:
-                outs = unit.graph_module(*(state[n] for n in unit.state), *(env[chunk.resolve(a)] for a in unit.args))
+                outs = unit.graph_module(
+                    *(state[n] for n in unit.state), *(env[chunk.resolve(a)] for a in unit.args)
+                )
                 env.update(zip(unit.outs, outs, strict=True))
                 grads.update({g: o for g, o in zip(unit.grads, outs, strict=True) if g is not None})
     assert torch.allclose(env[chunk.outputs[0]], loss, rtol=1e-6)

@@ -61,7 +61,9 @@ def test_no_unit_holds_a_mark_and_each_collective_follows_one_unit() -> None:
                 assert not any(is_mark(n) for n in unit.graph_module.graph.nodes)
         for node in chunk.joint.phase:
             if chunk.is_collective(node):
-                makers = [u for us in chunk.units.values() for u in us if chunk.resolve(node.args[0]) in u.outs]
+                makers = [
+                    u for us in chunk.units.values() for u in us if chunk.resolve(node.args[0]) in u.outs
+                ]
                 assert len(makers) == 1
 
 

@@ -16,16 +16,16 @@ def qwen2(**overrides: Any) -> nn.Module:
     """A 4-layer Qwen2 with every parameter away from its trivial initial value."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+    }
     torch.manual_seed(3)
     model = Qwen2ForCausalLM(Qwen2Config(**{**sizes, **overrides}))
     with torch.no_grad():
@@ -54,7 +54,9 @@ def batch(rows: int = 4, seq: int = SEQ, *, seed: int = 0, mask: bool = True) ->
 def lower(model: nn.Module | None = None, *, n_chunks: int = 2, tp_size: int = 2, **options: Any) -> Lowered:
     """The passes up to units, for all chunks."""
     micro = batch(2)
-    return lower_model(model if model is not None else qwen2(), micro, n_chunks=n_chunks, tp_size=tp_size, **options)
+    return lower_model(
+        model if model is not None else qwen2(), micro, n_chunks=n_chunks, tp_size=tp_size, **options
+    )
 
 
 def context(lowered: Lowered, *, sends: tuple[str, ...] = (), blocking: bool = False) -> Any:
