@@ -22,8 +22,14 @@ app = typer.Typer(
 def _mount() -> None:
     """Commands that live beside what they run; each import is cheap, torch is loaded when a command needs it."""
     from fxbraid.bench.cli import bench
+    from fxbraid.draw.cli import draw
+    from fxbraid.plan.cli import plan_command
+    from fxbraid.simulate.cli import simulate_command
 
     app.command()(bench)
+    app.command()(draw)
+    app.command("plan")(plan_command)
+    app.command("simulate")(simulate_command)
 
 
 @app.command()

@@ -1,0 +1,114 @@
+"""A schedule as one HTML file: zoom, drag, and hover for every unit, collective and the memory. It loads
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from fxbraid.draw.layout import Block, blocks, headline
+from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, paint
+from fxbraid.schedule import Action
+from fxbraid.simulate import Box, Result
+
+
+def to_html(result: Result) -> str:
+    """The page as text; open it in any browser. Its data is part of it."""
+    page = (files("fxbraid.draw") / "page.html").read_text("utf-8")
+    # "</" would end the script in the middle of its data.
+    data = json.dumps(_data(result), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    return page.replace("/*TITLE*/", escape(headline(result))).replace("/*DATA*/", data)
+
+
+def _data(result: Result) -> dict[str, Any]:
+    place = result.schedule.placement
+    actions: dict[Action, int] = {}
+    ranks = [_rank(result, rank, actions) for rank in range(place.p)]
+    legend = [
+        [[paint(phase, turn * place.p, place).strong for turn in range(place.v)], name]
+        for phase, name in (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
+    ]
+    legend += [[[HIDDEN], "all-reduce, hidden"], [[EXPOSED], "exposed"]]
+    return {
+        "total": result.step_time,
+        "constants": result.workload.memory_unit != "bytes",
+        "unit": result.workload.memory_unit,
+        "peak": max(result.peak),
+        "ink": INK,
+        "hidden": HIDDEN,
+        "exposed": EXPOSED,
+        "legend": legend,
+        "actions": [{"chunk": a.chunk, "phase": a.phase.value, "microbatch": a.microbatch} for a in actions],
+        "colours": {
+            f"{phase}{chunk}": paint(phase, chunk, place).strong
+            for phase in "FIW"
+            for chunk in range(place.n_chunks)
+        },
+        "steps": [[_plain(str(step)) for step in row] for row in result.schedule.actions],
+        "ranks": ranks,
+    }
+
+
+def _plain(step: str) -> str:
+    """``(0F4;1B3)OVERLAP_F_B`` -> ``0F4 & 1B3``."""
+    return step.partition(")")[0].lstrip("(").replace(";", " & ")
+
+
+def _rank(result: Result, rank: int, actions: dict[Action, int]) -> dict[str, Any]:
+    boxes: list[list[Any]] = []
+    ribbons: list[list[Any]] = []
+    braids: list[list[float]] = []
+    base = 0
+    grouped: dict[int, list[Box]] = {}
+    for box in result.boxes(rank):
+        grouped.setdefault(box.step, []).append(box)
+    for block in blocks(result, rank):
+        ribbons += _ribbons(result, block)
+        if block.braided:
+            braids.append([block.step.start, max(strand.end for strand in block.strands)])
+        rows = {strand.action: (strand.row, strand.rows) for strand in block.strands}
+        members = grouped.get(block.step.step, [])
+        for box in members:
+            boxes.append(_box(box, actions, rows[box.action], base))
+        base += len(members)
+    return {
+        "boxes": boxes,
+        "ribbons": ribbons,
+        "braids": braids,
+        "memory": result.memory(rank),
+        "peak": result.peak[rank],
+    }
+
+
+def _box(box: Box, actions: dict[Action, int], row: tuple[int, int], base: int) -> list[Any]:
+    """In the order of the constants in the page's script."""
+    return [
+        int(box.lane == "collective"),
+        box.step,
+        actions.setdefault(box.action, len(actions)),
+        box.phase,
+        box.unit,
+        box.start,
+        box.end,
+        *row,
+        box.exposed,
+        [base + other for other in box.others],
+    ]
+
+
+def _ribbons(result: Result, block: Block) -> list[list[Any]]:
+    place = result.schedule.placement
+    return [
+        [
+            strand.start,
+            strand.end,
+            strand.row,
+            strand.rows,
+            paint(strand.action.phase.value, strand.action.chunk, place).pale,
+            str(strand.action.microbatch),
+        ]
+        for strand in block.strands
+    ]

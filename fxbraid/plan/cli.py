@@ -1,0 +1,69 @@
+"""``fxbraid plan``: which way to split a model over a number of devices."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fxbraid.plan.report import to_json, to_table
+from fxbraid.plan.search import plan
+from fxbraid.plan.space import Request
+from fxbraid.schedule import ScheduleError
+from fxbraid.simulate import DEVICES, device, load_model
+from fxbraid.simulate.inputs import read_imbalance
+
+WIDTH = 110
+"""Columns that the table needs; a narrower terminal wraps instead of losing some."""
+
+
+def plan_command(
+    model: Annotated[str, typer.Option(help="A known model or a config.json.")],
+    gpus: Annotated[int, typer.Option(help="Devices.")],
+    on: Annotated[str, typer.Option("--device", help=f"One of {', '.join(DEVICES)}.")] = "h100",
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    global_batch: Annotated[int, typer.Option(help="Sequences of a step.")] = 512,
+    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes to consider, for example 4,8.")] = "",
+    pp: Annotated[str, typer.Option(help="Pipeline sizes to consider.")] = "",
+    micro_batch: Annotated[str, typer.Option(help="Micro-batch sizes to consider.")] = "1,2,4",
+    schedules: Annotated[str, typer.Option(help="Schedules to consider.")] = "",
+    memory: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.92,
+    efficiency: Annotated[float, typer.Option(help="Share of the roofline that compute reaches.")] = 1.0,
+    imbalance: Annotated[str, typer.Option(help="RANK:FACTOR,... on the compute of a pipeline rank.")] = "",
+    top: Annotated[int, typer.Option(help="Configurations to show.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Rank tp, pp, dp, v, m, schedule and checkpointing by predicted step time under the memory limit."""
+    console = Console()
+    wide = Console(width=max(WIDTH, console.width))
+    try:
+        request = Request(
+            load_model(model),
+            device(on),
+            gpus,
+            seq,
+            global_batch,
+            tp=_numbers(tp),
+            pp=_numbers(pp),
+            micro_batch=_numbers(micro_batch),
+            schedules=tuple(filter(None, schedules.split(","))),
+            memory=memory,
+            efficiency=efficiency,
+            imbalance=tuple(read_imbalance(imbalance).items()),
+        )
+        found = plan(request, top=top)
+    except ScheduleError as error:
+        console.print(f"[red]{error}[/]", highlight=False)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(to_json(found))
+    else:
+        wide.print(to_table(found), soft_wrap=True)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ScheduleError(f"sizes are whole numbers with commas, for example 4,8, not {text!r}") from None

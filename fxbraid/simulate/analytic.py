@@ -1,0 +1,313 @@
+"""Workloads from a model's configuration and a named device: every unit's FLOPs over rate and bytes over
+bandwidth.
+
+A layer has two units, as the ``units`` pass cuts them. Each starts with what the collective before it owes
+(residual and norm) and ends with the partial sums of the next::
+
+    F   attn: add, norm, qkv, rotary, attention, out        | all-reduce     mlp: add, norm, up, gate, act,
+    down | all-reduce I   mlp: down', act', up', gate'                        | all-reduce     attn: norm',
+    add, out', attention', qkv' | ... W   the matrix products of the same layer's weights
+
+The embedding and the head are sharded over the vocabulary. Pointwise kernels are counted as fused: one read
+of each input and one write of each output. Bytes: what F saves is freed by I or W, whichever reads it last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fxbraid.schedule import Placement, ScheduleError
+from fxbraid.simulate.device import Device
+from fxbraid.simulate.kernels import Kernels, pipeline_links
+from fxbraid.simulate.model import ModelConfig
+from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
+
+Checkpoint = Literal["none", "selective", "full"]
+"""What F keeps: everything; all but norms and activation functions, which are recomputed; only each unit's
+input.
+"""
+
+
+CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "selective", "full")
+"""Lightest recomputation first."""
+
+Group = tuple[list[UnitCost], list[UnitCost], list[UnitCost]]
+"""F, I and W of a layer, of the embedding or of the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One micro-batch on one rank of a TP group. efficiency: see ``Kernels``."""
+
+    seq: int
+    batch: int = 1
+    tp: int = 1
+    dp: int = 1
+    checkpoint: Checkpoint = "none"
+    width: int = 2
+    efficiency: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.seq * self.batch
+
+
+def analytic(
+    model: ModelConfig,
+    device: Device,
+    placement: Placement,
+    shape: Shape,
+    layers: Sequence[int] | None = None,
+) -> Workload:
+    """The workload of ``model`` cut into the chunks of ``placement``; ``layers`` gives their numbers of
+    layers, else they are balanced by cost, embedding and head included. Raises ScheduleError where tp does
+    not divide.
+    """
+    check_shape(model, shape)
+    parts = _Parts(model, Kernels(device, shape.width, shape.efficiency), shape)
+    counts = parts.split(placement) if layers is None else list(layers)
+    if len(counts) != placement.n_chunks or sum(counts) != model.layers or min(counts) < 0:
+        raise ScheduleError(
+            f"{counts} are no layers for {placement.n_chunks} chunks of {model.name}, "
+            f"which has {model.layers}; give one number per chunk that add up to that"
+        )
+    last = placement.n_chunks - 1
+    boundary = float(shape.tokens * model.hidden * shape.width)
+    layer = parts.layer()
+    made: dict[tuple[int, bool, bool], ChunkCost] = {}
+    for k, count in enumerate(counts):
+        key = (count, k == 0, k == last)
+        if key not in made:
+            made[key] = parts.chunk(layer, *key, boundary)
+    chunks = tuple(made[count, k == 0, k == last] for k, count in enumerate(counts))
+    link, links = pipeline_links(device, placement.p, shape.tp * shape.dp, placement.kind)
+    return Workload(
+        chunks,
+        link=link,
+        links=links,
+        flops=model.step_flops(shape.tokens, shape.seq) / shape.tp,
+        peak=device.peak,
+        static=tuple(parts.static(count, k == 0, k == last) for k, count in enumerate(counts)),
+        label=f"{model.name} on {device.name}, seq {shape.seq}, micro-batch {shape.batch}, tp {shape.tp}",
+        memory_unit="bytes",
+        contention=device.contention if shape.tp > 1 else 0.0,
+    )
+
+
+def check_shape(model: ModelConfig, shape: Shape) -> None:
+    """Raises ScheduleError where tp does not divide what it has to."""
+    for name, size in (("heads", model.heads), ("ffn columns", model.ffn)):
+        if size % shape.tp:
+            raise ScheduleError(
+                f"tp={shape.tp} does not divide the {size} {name} of {model.name}; choose a divisor"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """local: bytes that F makes and keeps, besides its input and the normed one. for_w: bytes inside the unit
+    that W reads; kept: what F keeps of them. handed: columns of the gradient that I leaves to W.
+    """
+
+    local: float
+    for_w: float
+    kept: float
+    handed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    model: ModelConfig
+    kernels: Kernels
+    shape: Shape
+
+    @property
+    def stream(self) -> float:
+        """Elements of the residual stream, which every rank of a TP group holds whole."""
+        return float(self.shape.tokens * self.model.hidden)
+
+    @property
+    def queries(self) -> int:
+        return self.model.heads * self.model.head // self.shape.tp
+
+    @property
+    def keys(self) -> int:
+        """Columns of k and v; a kv head is at least one, so beyond kv_heads ranks they are copies."""
+        return 2 * max(1, self.model.kv_heads // self.shape.tp) * self.model.head
+
+    @property
+    def ffn(self) -> int:
+        return self.model.ffn // self.shape.tp
+
+    @property
+    def vocab(self) -> int:
+        return -(-self.model.vocab // self.shape.tp)
+
+    def split(self, placement: Placement) -> list[int]:
+        """Layers per chunk: each layer goes to the chunk with the least to do, then to the rank with the
+        least.
+        """
+        layer = sum(unit.seconds for units in self.layer() for unit in units)
+        load = [0.0] * placement.n_chunks
+        load[0] += sum(unit.seconds for units in self.embedding() for unit in units)
+        load[-1] += sum(unit.seconds for units in self.head() for unit in units)
+        if self.model.layers < placement.n_chunks:
+            raise ScheduleError(
+                f"{self.model.name} has {self.model.layers} layers, too few for {placement.n_chunks} chunks; "
+                "use fewer pipeline ranks or fewer chunks a rank"
+            )
+        counts = [0] * placement.n_chunks
+        ranks = [placement.rank_of(chunk) for chunk in range(placement.n_chunks)]
+        total = [sum(load[c] for c in placement.chunks_of(rank)) for rank in range(placement.p)]
+        for _ in range(self.model.layers):
+            chunk = min(range(placement.n_chunks), key=lambda c: (round(load[c], 12), total[ranks[c]], -c))
+            counts[chunk] += 1
+            load[chunk] += layer
+            total[ranks[chunk]] += layer
+        return counts
+
+    def chunk(self, layer: Group, layers: int, first: bool, last: bool, boundary: float) -> ChunkCost:
+        f: list[UnitCost] = []
+        i: list[UnitCost] = []
+        w: list[UnitCost] = []
+        groups = [_named(layer, k) for k in range(layers)]
+        if first:
+            groups.insert(0, self.embedding())
+        if last:
+            groups.append(self.head())
+        for forward, _, _ in groups:
+            f += forward
+        for _, back, weight in reversed(groups):
+            i += back
+            w += weight
+        if not last:
+            f.append(_unit("tail", self.kernels.passes(3 * self.stream), light=True))
+        if not first:
+            i.append(_unit("tail", self.kernels.passes(5 * self.stream), light=True))
+        return ChunkCost(
+            _numbered(f), _numbered(i), _weights(i, w), 0.0 if last else boundary, 0.0 if first else boundary
+        )
+
+    def layer(self) -> Group:
+        """F, I and W of one layer, I and W in the order in which they run."""
+        attn, mlp = self.attention(), self.mlp()
+        return [attn[0], mlp[0]], [mlp[1], attn[1]], [mlp[2], attn[2]]
+
+    def attention(self) -> tuple[UnitCost, UnitCost, UnitCost]:
+        m, s, kernel = self.model, self.shape, self.kernels
+        tokens, wide = s.tokens, self.queries + self.keys
+        qkv, out = kernel.matmul(tokens, m.hidden, wide), kernel.matmul(tokens, self.queries, m.hidden)
+        rotary = kernel.passes(2 * tokens * (self.queries + self.keys / 2))
+        norm = kernel.passes(4 * self.stream)
+        forward = norm + qkv + rotary + kernel.attention(tokens, s.seq, self.queries) + out
+        back = (
+            kernel.passes(5 * self.stream)
+            + kernel.matmul(tokens, m.hidden, self.queries)
+            + kernel.attention(tokens, s.seq, self.queries, backward=True)
+            + rotary
+            + kernel.matmul(tokens, wide, m.hidden)
+        )
+        weight = kernel.matmul(m.hidden, tokens, wide) + kernel.matmul(self.queries, tokens, m.hidden)
+        local = tokens * (self.queries + wide) * s.width  # q, k, v and what attention returns
+        returned = tokens * self.queries * s.width
+        kept = returned if s.checkpoint != "full" else 0
+        return self._three("attn", forward, back, weight, norm, _Memory(local, returned, kept, wide))
+
+    def mlp(self) -> tuple[UnitCost, UnitCost, UnitCost]:
+        m, s, kernel = self.model, self.shape, self.kernels
+        tokens, up = s.tokens, (2 if m.gated else 1) * self.ffn
+        norm, act = kernel.passes(4 * self.stream), kernel.passes(tokens * (up + self.ffn))
+        forward = norm + kernel.matmul(tokens, m.hidden, up) + act + kernel.matmul(tokens, self.ffn, m.hidden)
+        back = (
+            kernel.passes(5 * self.stream)
+            + kernel.matmul(tokens, m.hidden, self.ffn)
+            + kernel.passes(tokens * (2 * up + 2 * self.ffn))
+            + kernel.matmul(tokens, up, m.hidden)
+        )
+        weight = kernel.matmul(m.hidden, tokens, up) + kernel.matmul(self.ffn, tokens, m.hidden)
+        acted = tokens * self.ffn * s.width
+        kept = acted if s.checkpoint == "none" else 0
+        memory = _Memory(tokens * up * s.width + kept, acted, kept, up)
+        return self._three("mlp", forward, back, weight, norm + act, memory)
+
+    def _three(
+        self, name: str, forward: float, back: float, weight: float, cheap: float, memory: _Memory
+    ) -> tuple[UnitCost, UnitCost, UnitCost]:
+        """One unit in its three phases. cheap: seconds that selective recomputation repeats."""
+        s = self.shape
+        stream = self.stream * s.width
+        normed = stream if s.checkpoint == "none" else 0.0
+        saved = stream if s.checkpoint == "full" else stream + normed + memory.local
+        again = {"none": 0.0, "selective": cheap, "full": forward}[s.checkpoint]
+        # W reads the normed input, its own part of what is local, and two gradients: the one that came into I
+        # and the one inside it. What F did not keep of that, I makes again.
+        kept = normed + memory.kept
+        made = stream + memory.for_w - kept + stream + s.tokens * memory.handed * s.width
+        ar = self.kernels.all_reduce(self.stream, s.tp)
+        return (
+            UnitCost(name, forward, 0, True, ar, saves=saved),
+            UnitCost(name, back + again, 0, True, ar, saves=made, frees=saved - kept),
+            UnitCost(name, weight, 0, frees=kept + made),
+        )
+
+    def embedding(self) -> Group:
+        seconds = self.kernels.passes(2 * self.stream)
+        ar = self.kernels.all_reduce(self.stream, self.shape.tp)
+        forward = UnitCost("embed", seconds, 0, True, ar, heavy=False)
+        return (
+            [forward],
+            [_unit("embed", self.kernels.passes(5 * self.stream), light=True)],
+            [_unit("embed", seconds, light=True)],
+        )
+
+    def head(self) -> Group:
+        m, s, kernel = self.model, self.shape, self.kernels
+        logits = s.tokens * self.vocab
+        product = kernel.matmul(s.tokens, m.hidden, self.vocab)
+        # The loss reads the logits twice (maximum and sum), its gradient once more, and writes them once.
+        forward = kernel.passes(4 * self.stream) + product + kernel.passes(3 * logits)
+        back = kernel.passes(3 * logits) + kernel.matmul(s.tokens, self.vocab, m.hidden)
+        weight = kernel.matmul(m.hidden, s.tokens, self.vocab)
+        stream, kept = self.stream * s.width, logits * s.width
+        ar = kernel.all_reduce(self.stream, s.tp)
+        return (
+            [UnitCost("head", forward, 0, saves=2 * stream + kept)],
+            [UnitCost("head", back, 0, True, ar, saves=kept, frees=stream + kept)],
+            [UnitCost("head", weight, 0, frees=stream + kept)],
+        )
+
+    def static(self, layers: int, first: bool, last: bool) -> float:
+        """Bytes of weights, gradients and Adam's state on one rank: 2 + 4 + 12/dp each parameter (bf16
+        weights, fp32 gradients, fp32 master weights and two moments, the last three sharded over dp).
+        """
+        m, s = self.model, self.shape
+        count = layers * (m.attention_parameters + m.mlp_parameters) / s.tp
+        count += (int(first) + int(last)) * m.vocab * m.hidden / s.tp
+        return count * (2 + 4 + 12 / s.dp)
+
+
+def _named(group: Group, k: int) -> Group:
+    """``attn`` -> ``attn3``."""
+    f, i, w = ([replace(unit, name=f"{unit.name}{k}") for unit in units] for units in group)
+    return f, i, w
+
+
+def _unit(name: str, seconds: float, *, light: bool) -> UnitCost:
+    return UnitCost(name, seconds, 0, heavy=not light)
+
+
+def _numbered(units: Sequence[UnitCost]) -> tuple[UnitCost, ...]:
+    return tuple(_at(unit, depth) for depth, unit in enumerate(units))
+
+
+def _weights(i: Sequence[UnitCost], w: Sequence[UnitCost]) -> tuple[UnitCost, ...]:
+    """W's units with the place in I of the unit of the same name."""
+    depth = {unit.name: k for k, unit in enumerate(i)}
+    return tuple(_at(unit, depth[unit.name]) for unit in w)
+
+
+def _at(unit: UnitCost, depth: int) -> UnitCost:
+    return replace(unit, depth=depth)

@@ -1,0 +1,120 @@
+"""``fxbraid simulate``: one configuration on a clock."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fxbraid.schedule import Costs, ScheduleError
+from fxbraid.simulate import Result, Shape, analytic, device, load_model, simulate
+from fxbraid.simulate.analytic import CHECKPOINTS, Checkpoint
+from fxbraid.simulate.inputs import constant_workload, imbalanced, read_schedule, read_times
+
+
+def simulate_command(
+    schedule: Annotated[str, typer.Argument(help="A schedule's name, or a CSV file.")] = "stp",
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks.")] = 4,
+    m: Annotated[int, typer.Option("-m", "--microbatches", help="Micro-batches.")] = 16,
+    v: Annotated[
+        int | None, typer.Option("-v", "--chunks", help="Chunks a rank, where there is a choice.")
+    ] = None,
+    times: Annotated[str, typer.Option(help="T_F,T_I,T_W,T_AR of a chunk, without --model.")] = "1,1,1,0.25",
+    units: Annotated[int, typer.Option("--layers", help="Layers of a chunk, without --model.")] = 1,
+    latency: Annotated[float, typer.Option(help="Time of a message, without --model.")] = 0.0,
+    model: Annotated[str, typer.Option(help="A known model or a config.json.")] = "",
+    on: Annotated[str, typer.Option("--device", help="A named device.")] = "h100",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option("--micro-batch", help="Sequences of a micro-batch.")] = 1,
+    checkpoint: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    split: Annotated[str, typer.Option(help="Layers of each chunk, for example 12,12,12,10.")] = "",
+    efficiency: Annotated[float, typer.Option(help="Share of the roofline that compute reaches.")] = 1.0,
+    braid: Annotated[bool, typer.Option("--braid", help="Pair neighbours where that pays.")] = False,
+    blocking: Annotated[bool, typer.Option("--blocking", help="Wait for every all-reduce at once.")] = False,
+    imbalance: Annotated[str, typer.Option(help="RANK:FACTOR,... on the compute of a rank.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Simulate one training step: its time, where it goes, memory, MFU and the critical path."""
+    console = Console()
+    try:
+        costs = read_times(times)
+        plan = read_schedule(schedule, pp, m, v, braided=braid, costs=Costs(*costs))
+        if model:
+            shape = Shape(seq, batch, tp, checkpoint=_checkpoint(checkpoint), efficiency=efficiency)
+            layers = [int(part) for part in split.split(",")] if split else None
+            workload = analytic(load_model(model), device(on), plan.placement, shape, layers)
+            workload = imbalanced(plan, workload, imbalance)
+        else:
+            workload = constant_workload(plan, costs, layers=units, latency=latency, imbalance=imbalance)
+        result = simulate(plan, workload, braided=not blocking)
+    except ScheduleError as error:
+        console.print(f"[red]{error}[/]", highlight=False)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(as_dict(result, batch), indent=2))
+        return
+    _print(console, result, batch)
+
+
+def as_dict(result: Result, batch: int = 1) -> dict[str, object]:
+    """What ``--json`` prints."""
+    ranks = [
+        {
+            "compute": rank.compute,
+            "exposed_tp": rank.exposed_tp,
+            "exposed_p2p": rank.exposed_p2p,
+            "bubble": rank.bubble,
+            "peak": rank.peak,
+        }
+        for rank in result.ranks
+    ]
+    return {
+        "schedule": str(result.schedule),
+        "workload": result.workload.label,
+        "memory_unit": result.workload.memory_unit,
+        **result.summary(),
+        "samples_per_time": result.schedule.m * batch / result.step_time,
+        "critical_path": path_by_kind(result),
+        "ranks": ranks,
+    }
+
+
+def path_by_kind(result: Result) -> dict[str, float]:
+    """How much of the critical path is compute, collectives and messages."""
+    total: dict[str, float] = {}
+    for item in result.critical_path():
+        total[item.kind] = total.get(item.kind, 0.0) + item.end - item.start
+    return total
+
+
+def _checkpoint(text: str) -> Checkpoint:
+    for known in CHECKPOINTS:
+        if text == known:
+            return known
+    raise ScheduleError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, not {text!r}")
+
+
+def _print(console: Console, result: Result, batch: int) -> None:
+    from fxbraid.draw.layout import duration, headline, size
+
+    plain = result.workload.memory_unit != "bytes"
+    console.print(f"[bold]{headline(result)}[/]", highlight=False)
+    console.print(f"[dim]{result.workload.label}[/]", highlight=False)
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("rank", "compute", "exposed TP", "exposed P2P", "bubble", "peak memory"):
+        table.add_column(name, justify="right")
+    for rank, times in enumerate(result.ranks):
+        row = (times.compute, times.exposed_tp, times.exposed_p2p, times.bubble)
+        table.add_row(
+            str(rank), *(duration(x, plain) for x in row), size(times.peak, result.workload.memory_unit)
+        )
+    console.print(table)
+    path = ", ".join(f"{kind} {duration(x, plain)}" for kind, x in path_by_kind(result).items())
+    console.print(f"critical path: {path}", highlight=False)
+    if not plain:
+        rate = result.schedule.m * batch / result.step_time
+        console.print(f"{rate:.3f} sequences a second per pipeline", highlight=False)

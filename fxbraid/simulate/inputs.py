@@ -1,0 +1,77 @@
+"""What a command line says, as a schedule and a workload; shared by ``fxbraid simulate``, ``draw`` and
+``plan``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxbraid.schedule import Costs, Schedule, ScheduleError, auto, braid, build, check
+from fxbraid.simulate.constants import constants
+from fxbraid.simulate.workload import Link, Workload
+
+
+def read_schedule(
+    name: str, p: int, m: int, v: int | None = None, *, braided: bool = False, costs: Costs | None = None
+) -> Schedule:
+    """A schedule by name, or from a CSV file; checked. braided: pair its neighbours where that pays at
+    ``costs``.
+    """
+    if name.endswith(".csv"):
+        if not Path(name).is_file():
+            raise ScheduleError(f"there is no file {name}")
+        schedule = Schedule.from_csv(Path(name))
+    elif name == "auto" and costs is not None:
+        schedule = auto(p=p, m=m, v=v or 2, costs=costs)
+    else:
+        schedule = build(name, p=p, m=m, v=v)
+    if braided:
+        schedule = braid(schedule) if costs is None else braid(schedule, costs)
+    check(schedule)
+    return schedule
+
+
+def read_times(text: str) -> tuple[float, float, float, float]:
+    """``1,1,1,0.25`` -> T_F, T_I, T_W, T_AR."""
+    parts = text.split(",")
+    try:
+        f, i, w, ar = (float(part) for part in parts)
+    except ValueError:
+        raise ScheduleError(f"times are T_F,T_I,T_W,T_AR, for example 1,1,1,0.25, not {text!r}") from None
+    return f, i, w, ar
+
+
+def read_imbalance(text: str) -> dict[int, float]:
+    """``0:1.2,3:0.9`` -> {0: 1.2, 3: 0.9}."""
+    found: dict[int, float] = {}
+    for part in filter(None, text.split(",")):
+        rank, colon, factor = part.partition(":")
+        try:
+            found[int(rank)] = float(factor)
+        except ValueError:
+            colon = ""
+        if not colon:
+            raise ScheduleError(f"imbalance is RANK:FACTOR, for example 0:1.2, not {part!r}")
+    return found
+
+
+def constant_workload(
+    schedule: Schedule,
+    times: tuple[float, float, float, float],
+    *,
+    layers: int = 1,
+    latency: float = 0.0,
+    imbalance: str = "",
+) -> Workload:
+    """All chunks alike, in units of time; messages take ``latency``."""
+    workload = constants(schedule, *times, layers=layers, link=Link(latency))
+    return imbalanced(schedule, workload, imbalance)
+
+
+def imbalanced(schedule: Schedule, workload: Workload, imbalance: str) -> Workload:
+    """The workload with the compute of some ranks stretched; "" leaves it as it is."""
+    factors = read_imbalance(imbalance)
+    if not factors:
+        return workload
+    place = schedule.placement
+    return workload.imbalanced(factors, tuple(place.rank_of(chunk) for chunk in range(place.n_chunks)))
