@@ -72,15 +72,14 @@ class BraidedModel(nn.Module):
         # Not an attribute of nn.Module's kind: the skeleton's weights are not this model's parameters.
         self.__dict__["_source"] = _skeleton(model)
         self._split: str | Sequence[int] = options.split
-        lowered = self._lower(example_batch, training=True)
+        lowered = self._lower(example_batch, training=model.training)
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = _uses(lowered)
         self._state = self._take(model, lowered)
         self._slots = self._make_slots(lowered)
-        self._engines[batches.signature(example_batch, options.n_microbatches), True] = self._engine(
-            lowered, schedule
-        )
+        key = (batches.signature(example_batch, options.n_microbatches), model.training)
+        self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
         self._tie_groups = {
             name: mesh.tie_group(schedule.placement.rank_of(chunk) for chunk, _ in self._uses[name])
@@ -208,7 +207,7 @@ class BraidedModel(nn.Module):
     def _lower(self, batch: Mapping[str, Any], *, training: bool) -> Lowered:
         micro = {k: v[0] for k, v in batches.split(batch, self._options.n_microbatches).items()}
         return lower_model(
-            self.__dict__["_source"],
+            self.__dict__["_source"].train(training),
             micro,
             n_chunks=self._schedule.n_chunks,
             only=self._schedule.placement.chunks_of(self._mesh.pp_rank),
@@ -220,10 +219,10 @@ class BraidedModel(nn.Module):
             device=self._mesh.device,
         )
 
-    def _engine(self, lowered: Lowered, schedule: Schedule) -> Engine:
+    def _engine(self, lowered: Lowered, *, training: bool) -> Engine:
         return Engine(
             lowered,
-            schedule,
+            self._schedule if training else forward_only(self._schedule),
             self._mesh,
             state=self._state,
             slots=self._slots,
@@ -247,9 +246,7 @@ class BraidedModel(nn.Module):
                 raise BraidError(
                     f"with these inputs the model reads {missing[0]}, which it did not read before"
                 )
-            self._engines[key] = self._engine(
-                lowered, self._schedule if training else forward_only(self._schedule)
-            )
+            self._engines[key] = self._engine(lowered, training=training)
         return self._engines[key]
 
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -407,7 +404,12 @@ def _skeleton(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to("meta")
-    return copy.deepcopy(model, memo)
+    skeleton: nn.Module = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
+        # Recomputation is a pass of its own here; Hugging Face's wraps layers in what export does not trace.
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    return skeleton
 
 
 def _model_output(outputs: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from torch import fx
 
 from .. import compat
 from .errors import UnsupportedError
-from .marks import TP_COPY, is_collective
+from .marks import TP_COPY, is_collective, is_mark
 from .partition import Chunk
 
 aten = torch.ops.aten
@@ -248,7 +248,27 @@ def split(result: JointGraph, *, training: bool = True) -> JointGraph:
         # One kernel with several results is one node of work: its parts never lie in different phases.
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             result.phase[node] = result.phase[node.args[0]]
+    _own_gradients(result)
     return result
+
+
+def _own_gradients(result: JointGraph) -> None:
+    """Give every parameter's gradient a node of W of its own.
+
+    The gradient of ``x + b`` is what I hands on anyway, and two such parameters share one node: copied here, each
+    is a result of W that nothing else owns.
+    """
+    taken: set[fx.Node] = set()
+    for name, node in result.param_grads.items():
+        if node in taken or result.phase.get(node) is not Phase.W or is_mark(node):
+            with result.graph.inserting_before(result.graph.output_node()):
+                copied = result.graph.call_function(aten.clone.default, (node,))
+            copied.meta = {"val": node.meta["val"], "partitioner_tag": "is_backward"}
+            result.phase[copied] = Phase.W
+            result.param_grads[name] = node = copied
+        taken.add(node)
+    out = result.graph.output_node()
+    out.args = (tuple([*result.outputs, *result.input_grads, *result.param_grads.values()]),)
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:

@@ -104,7 +104,11 @@ def _means(loss: fx.Node) -> list[fx.Node]:
                 raise UnsupportedError(_unknown(node))
         elif node.target in _LINEAR:
             tensors = [n for n in node.all_input_nodes if n.meta["val"].is_floating_point()]
-            todo += tensors[:1] if node.target is torch.ops.aten.div.Tensor else tensors
+            if node.target is torch.ops.aten.div.Tensor:
+                tensors = tensors[:1]
+            elif node.target is torch.ops.aten.mul.Tensor and len(tensors) > 1:
+                raise UnsupportedError(_unknown(node))  # a product of two values is linear in neither
+            todo += tensors
         elif node.op not in ("placeholder", "get_attr"):
             raise UnsupportedError(_unknown(node))
     return found

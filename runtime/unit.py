@@ -28,20 +28,19 @@ class GradSlot:
         self.total: Tensor | None = None
 
     def add(self, grad: Tensor) -> None:
-        """Add ``grad`` (shape of the parameter), taking it over where it is the first."""
+        """Add ``grad`` (shape of the parameter)."""
         if self.shared:
-            self.total = grad if self.total is None else self.total.add_(grad)
+            self.total = grad.clone() if self.total is None else self.total.add_(grad)
         else:
             accumulate(self.parameter, grad)
 
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """``parameter.grad += grad``, taking ``grad`` over where there is none yet."""
+    """``parameter.grad += grad``."""
     if parameter.grad is None:
-        # Laid out as the parameter is: fused optimizers want it so, and a view would keep its base alive.
-        parameter.grad = (
-            grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
-        )
+        # A copy, laid out as the parameter is: fused optimizers want it so, and an artefact's result may be a view
+        # that keeps a larger buffer alive or shares it with another parameter's gradient.
+        parameter.grad = torch.empty_like(parameter).copy_(grad)
     else:
         parameter.grad.add_(grad)
 

@@ -335,3 +335,56 @@ def test_labels_that_are_all_ignored_give_what_the_plain_model_gives() -> None:
     braided.zero_grad()
     assert torch.allclose(braided.step(**data), model(**data).loss, rtol=1e-6)
     assert_grads(braided, plain_grads(model, data))
+
+
+class Odd(nn.Module):
+    """Parameters whose gradients are one and the same tensor, and one whose gradient is just passed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.one = nn.Parameter(torch.randn(6))
+        self.two = nn.Parameter(torch.randn(6))
+        self.wide = nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        for i, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if i == 1:
+                x = x + self.one + self.two + self.wide
+        return {"loss": nn.functional.cross_entropy(x, y)}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "stp"])
+def test_parameters_that_share_a_gradient_and_one_that_gets_it_whole(schedule: str) -> None:
+    model = Odd()
+    data = {"x": torch.randn(6, 6), "y": torch.randint(0, 6, (6,))}
+    braided = braid(model, data, n_microbatches=3, schedule=schedule)
+    # ``wide`` has the shape of a micro-batch: the plain model must see the same one.
+    pieces = [{k: v[i : i + 2] for k, v in data.items()} for i in (0, 2, 4)]
+    (sum(model(**piece)["loss"] for piece in pieces) / 3).backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for _ in range(2):
+        braided.step(**data)
+        assert_grads(braided, wanted)
+        braided.zero_grad()
+
+
+def test_dropout_is_found_when_training_begins_not_only_at_the_start() -> None:
+    model = qwen2(attention_dropout=0.1).eval()
+    braided = braid(model)
+    data = batch(4)
+    assert torch.allclose(braided(**data).loss, model(**data).loss, rtol=1e-6)
+    with pytest.raises(UnsupportedError, match=r"dropout p=0\.1"):
+        braided.train().step(**data)
+
+
+def test_gradient_checkpointing_of_the_model_changes_nothing() -> None:
+    model = qwen2()
+    model.gradient_checkpointing_enable()
+    data = batch(4)
+    braided = braid(model.train())
+    braided.step(**data)
+    assert model.model.gradient_checkpointing or model.is_gradient_checkpointing
+    assert_grads(braided, plain_grads(model, data))

@@ -14,6 +14,7 @@ of each input and one write of each output. Bytes: what F saves is freed by I or
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -162,8 +163,19 @@ class _Parts:
         counts = [0] * placement.n_chunks
         ranks = [placement.rank_of(chunk) for chunk in range(placement.n_chunks)]
         total = [sum(load[c] for c in placement.chunks_of(rank)) for rank in range(placement.p)]
-        for _ in range(self.model.layers):
-            chunk = min(range(placement.n_chunks), key=lambda c: (round(load[c], 12), total[ranks[c]], -c))
+
+        def key(c: int) -> tuple[float, float, int]:
+            return round(load[c], 12), total[ranks[c]], -c
+
+        # Keys only grow, so one that is out of date is put back when it comes up.
+        heap = [key(c) for c in range(placement.n_chunks)]
+        heapq.heapify(heap)
+        while sum(counts) < self.model.layers:
+            entry = heap[0]
+            chunk = -entry[2]
+            if entry != key(chunk):
+                heapq.heapreplace(heap, key(chunk))
+                continue
             counts[chunk] += 1
             load[chunk] += layer
             total[ranks[chunk]] += layer
