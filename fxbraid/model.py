@@ -408,7 +408,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     for module in skeleton.modules():
         # Recomputation is a pass of its own here; Hugging Face's wraps layers in what export does not trace.
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
+            module.gradient_checkpointing = False  # type: ignore[assignment]
     return skeleton
 
 

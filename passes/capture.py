@@ -18,6 +18,7 @@ Contract: (traceable copy of the model, one micro-batch of fake inputs) -> :clas
 from __future__ import annotations
 
 import inspect
+import operator
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ def capture(
             exported = torch.export.export(module, (), call, strict=False)
         except Exception as error:
             raise CaptureError(_explain(module, error, stack)) from error
-    if any(_writes(node) for node in exported.graph.nodes):
+    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    if any(_writes(node) for graph in graphs for node in graph.nodes):
         # Export leaves in-place operators as they are; what follows takes a functional graph.
         exported = exported.run_decompositions({})
     return _canonicalise(exported, module, call)
@@ -166,35 +168,100 @@ def _canonicalise(exported: Any, module: nn.Module, call: Mapping[str, Any]) -> 
         **signature.inputs_to_lifted_tensor_constants,
     }
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
+    env: dict[fx.Node, _Value] = {}
     used: dict[str, Any] = {}
     inputs: list[str] = []
-    for node in exported.graph.nodes:
-        if node.op == "placeholder":
-            target = attribute_of.get(node.name)
-            if target is not None:
-                if node.users:
-                    used[target] = state[target]
-                    env[node] = graph.get_attr(target)
-                    env[node].meta["val"] = node.meta["val"]
-                    env[node].meta["is_parameter"] = node.name in signature.inputs_to_parameters
-            elif isinstance(call.get(node.name), Tensor):
-                inputs.append(node.name)
-                env[node] = graph.placeholder(node.name)
-                env[node].meta = dict(node.meta)
-        elif node.op == "call_function":
-            if node.target not in _ASSERTIONS:
-                _refuse_dropout(node)
-                env[node] = graph.node_copy(node, env.__getitem__)
-        elif node.op == "output":
-            graph.output(tuple(env[leaf] for leaf in node.args[0] if isinstance(leaf, fx.Node)))
-        else:
-            raise UnsupportedError(f"the traced graph has a node of kind {node.op}: {node.format_node()}")
+    for node in exported.graph.find_nodes(op="placeholder"):
+        target = attribute_of.get(node.name)
+        if target is not None:
+            if node.users:
+                used[target] = state[target]
+                made = env[node] = graph.get_attr(target)
+                made.meta["val"] = node.meta["val"]
+                made.meta["is_parameter"] = node.name in signature.inputs_to_parameters
+        elif isinstance(call.get(node.name), Tensor):
+            inputs.append(node.name)
+            made = env[node] = graph.placeholder(node.name)
+            made.meta = dict(node.meta)
+    leaves = _copy_body(exported.graph_module, graph, env)
+    graph.output(tuple(leaf for leaf in leaves if leaf is not None))
     names = _output_names(exported)
     # One tp_copy for the linears that share an input (q, k, v), one table for the layers that share it.
     graph = fx_graph_cse(graph)
     graph.eliminate_dead_code()
     return Captured(fx.GraphModule(used, graph), tuple(inputs), names)
+
+
+#: A node of the copy, or the results of a region that was copied in place of its call.
+_Value = fx.Node | tuple["fx.Node | None", ...]
+
+
+def _copy_body(
+    source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, _Value]
+) -> tuple[fx.Node | None, ...]:
+    """Copy the calls of ``source`` into ``graph``; returns its outputs (None for what is no value).
+
+    Regions that some versions of export keep apart (``torch.no_grad``, ``torch.autocast``) are copied inline.
+    """
+    for node in source.graph.nodes:
+        if node.op in ("placeholder", "output") or node.target in _ASSERTIONS:
+            continue
+        if node.op == "get_attr" and isinstance(_attribute(source, node), fx.GraphModule):
+            continue  # the body of a region, copied where it is called
+        if node.op != "call_function":
+            raise UnsupportedError(f"the traced graph has a node of kind {node.op}: {node.format_node()}")
+        region = env.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+        if isinstance(region, tuple):
+            value = region[node.args[1]]  # type: ignore[index, misc]
+            if value is not None:
+                env[node] = value
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            env[node] = _copy_region(source, node, graph, env)
+        else:
+            _refuse_dropout(node)
+            env[node] = graph.node_copy(node, env.__getitem__)  # type: ignore[arg-type]
+    results = source.graph.output_node().args[0]
+    leaves = results if isinstance(results, list | tuple) else (results,)
+    return tuple(env[n] if isinstance(n, fx.Node) else None for n in leaves)  # type: ignore[misc]
+
+
+def _attribute(source: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(source, str(node.target), None)
+
+
+def _copy_region(
+    source: fx.GraphModule, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, _Value]
+) -> tuple[fx.Node | None, ...]:
+    kind = node.target.name()  # type: ignore[union-attr]
+    bodies = [i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"]
+    if kind == "wrap_with_autocast" and node.args[2]:
+        raise UnsupportedError(
+            "the model enables torch.autocast inside its forward; fxbraid does not trace that yet"
+        )
+    if kind not in ("wrap_with_set_grad_enabled", "wrap_with_autocast") or len(bodies) != 1:
+        raise UnsupportedError(
+            f"the traced graph calls {kind}, which fxbraid does not know: {node.format_node()}"
+        )
+    body = _attribute(source, node.args[bodies[0]])  # type: ignore[arg-type]
+    inner: dict[fx.Node, _Value] = {
+        placeholder: env[arg]  # type: ignore[index]
+        for placeholder, arg in zip(
+            body.graph.find_nodes(op="placeholder"), node.args[bodies[0] + 1 :], strict=True
+        )
+    }
+    results = _copy_body(body, graph, inner)
+    if kind == "wrap_with_set_grad_enabled" and not node.args[0]:
+        return tuple(_detached(graph, value) for value in results)
+    return results
+
+
+def _detached(graph: fx.Graph, value: fx.Node | None) -> fx.Node | None:
+    """What leaves a no_grad region carries no gradient back into it."""
+    if value is None:
+        return None
+    detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+    detached.meta = dict(value.meta)
+    return detached
 
 
 def _refuse_dropout(node: fx.Node) -> None:

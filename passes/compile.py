@@ -53,5 +53,6 @@ def compile_unit(module: fx.GraphModule, key: str) -> Artefact:
     lock = Path(cache_dir()) / f"fxbraid-{key}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(lock), torch.no_grad():
-        artefact: Artefact = compat.standalone_compile(module, inputs)  # type: ignore[assignment]
+        # mypy takes the module torch._inductor.standalone_compile for the function of that name.
+        artefact: Artefact = compat.standalone_compile(module, inputs)  # type: ignore[operator]
         return artefact

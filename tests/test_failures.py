@@ -16,8 +16,18 @@ from .tiny import batch, qwen2
 
 #: sizes, model and batch of each refusal, with what its message must say
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
-    "batch": ({"n_microbatches": 4}, {}, 6, "n_microbatches=4 does not divide the batch of 6; use 1, 2, 3 or 6"),
-    "world": ({"tp_size": 3, "pp_size": 1}, {}, 4, "tp_size=3 x pp_size=1 needs 3 processes, but there are 2"),
+    "batch": (
+        {"n_microbatches": 4},
+        {},
+        6,
+        "n_microbatches=4 does not divide the batch of 6; use 1, 2, 3 or 6",
+    ),
+    "world": (
+        {"tp_size": 3, "pp_size": 1},
+        {},
+        4,
+        "tp_size=3 x pp_size=1 needs 3 processes, but there are 2",
+    ),
     "layers": ({"pp_size": 2}, {"num_hidden_layers": 3}, 4, "3 layers, fewer than the 4 chunks"),
     "heads": (
         {"tp_size": 2},

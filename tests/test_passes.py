@@ -52,8 +52,9 @@ class TestShard:
 
     def test_the_replicated_vocabulary_is_said(self) -> None:
         notes = read_plan(qwen2(), tp_size=2, tp_plan="auto").notes
-        assert len(notes) == 2
-        assert all("replicated" in note for note in notes)
+        assert any(
+            note.startswith("lm_head: style colwise_gather_output is kept replicated") for note in notes
+        )
 
     def test_one_copy_for_linears_that_share_an_input_and_one_reduce_for_each_row_parallel_one(self) -> None:
         graph = captured(qwen2()).graph_module.graph
