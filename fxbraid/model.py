@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,14 @@ from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
 from .passes.shard import TpPlan, canonical_names
 from .report import Report, make_report
+from .runtime.costs import CollectiveTime, profile, workload
 from .runtime.engine import Blocks, Engine
 from .runtime.measure import measure_peak
 from .runtime.mesh import Mesh
 from .runtime.unit import GradSlot, accumulate
 from .schedule import Action, Schedule, Step, parts
 from .schedule import Phase as Do
+from .simulate import INSTANT, Link, Result, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class BraidedModel(nn.Module):
         # Not an attribute of nn.Module's kind: the skeleton's weights are not this model's parameters.
         self.__dict__["_source"] = _skeleton(model)
         self._split: str | Sequence[int] = options.split
+        self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
         lowered = self._lower(example_batch, training=model.training)
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
@@ -202,15 +205,43 @@ class BraidedModel(nn.Module):
             parameter.grad = grad
         return peak
 
+    def profile(self, *, repeats: int = 5) -> dict[str, float]:
+        """Seconds of every distinct unit of the whole model on this machine, by unit key (local, no
+        communication); what :meth:`simulate` takes."""
+        return profile(self._everything(), self._artefacts, repeats=repeats)
+
+    def simulate(
+        self,
+        seconds: Mapping[str, float] | None = None,
+        *,
+        collective: CollectiveTime = lambda _: 0.0,
+        link: Link = INSTANT,
+    ) -> Result:
+        """Predict one training step of all ranks: time, bubble, exposed communication, memory, critical path.
+
+        ``seconds``: by unit key (default: :meth:`profile`). ``collective``: bytes -> seconds of an all-reduce.
+        The order of units, messages and collectives is that of the program. Local: no rank waits for another.
+        """
+        lowered = self._everything()
+        times = profile(lowered, self._artefacts) if seconds is None else seconds
+        costs = workload(lowered, times, collective=collective, link=link)
+        return simulate(self._schedule, costs, braided=self._options.braided)
+
     # -- inside
 
-    def _lower(self, batch: Mapping[str, Any], *, training: bool) -> Lowered:
+    def _everything(self) -> Lowered:
+        """The units of all chunks, also of other ranks, at the shapes of the first training trace."""
+        if "_all" not in self.__dict__:
+            self.__dict__["_all"] = self._lower(self._example, training=True, everything=True)
+        return cast(Lowered, self.__dict__["_all"])
+
+    def _lower(self, batch: Mapping[str, Any], *, training: bool, everything: bool = False) -> Lowered:
         micro = {k: v[0] for k, v in batches.split(batch, self._options.n_microbatches).items()}
         return lower_model(
             self.__dict__["_source"].train(training),
             micro,
             n_chunks=self._schedule.n_chunks,
-            only=self._schedule.placement.chunks_of(self._mesh.pp_rank),
+            only=None if everything else self._schedule.placement.chunks_of(self._mesh.pp_rank),
             tp_size=self._mesh.tp_size,
             tp_plan=self._options.tp_plan,
             split_layers=self._split,

@@ -210,7 +210,7 @@ class _Builder:
         strands = [
             Strand(
                 phase=line.phase.value,
-                launches=tuple(self._launches(line, unit) for unit in line.units),
+                launches=tuple(ends_with_mark(line.chunk, unit) for unit in line.units),
                 heavy=tuple(unit.matmuls > 0 for unit in line.units),
                 depth=tuple(unit.index for unit in line.units),
                 own=line.phase is Phase.W and line.part in own,
@@ -218,10 +218,6 @@ class _Builder:
             for line in self.lines
         ]
         return weave(strands)
-
-    def _launches(self, line: _Line, unit: Unit) -> bool:
-        """Does the unit end with a TP mark? Also where tp_size is 1, so that the order does not depend on it."""
-        return any(is_collective(user) for out in unit.outs for user in _readers(line.chunk, out))
 
     # -- units
 
@@ -305,6 +301,11 @@ class _Builder:
             if action.phase is Do.I:
                 add_list("handed", chunk.handed)
         return names, values
+
+
+def ends_with_mark(chunk: ChunkUnits, unit: Unit) -> bool:
+    """Does the unit end with a TP mark? Also where tp_size is 1, so that the order does not depend on it."""
+    return any(is_collective(user) for out in unit.outs for user in _readers(chunk, out))
 
 
 def _readers(chunk: ChunkUnits, node: fx.Node) -> list[fx.Node]:

