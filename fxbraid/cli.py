@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
+from importlib import import_module
 
 import typer
 from rich.console import Console
@@ -19,17 +20,22 @@ app = typer.Typer(
 )
 
 
-def _mount() -> None:
-    """Commands that live beside what they run; each import is cheap, torch is loaded when a command needs it."""
-    from fxbraid.bench.cli import bench
-    from fxbraid.draw.cli import draw
-    from fxbraid.plan.cli import plan_command
-    from fxbraid.simulate.cli import simulate_command
+#: Commands that live beside what they run.
+COMMANDS = {
+    "bench": ("fxbraid.bench.cli", "bench"),
+    "draw": ("fxbraid.draw.cli", "draw"),
+    "plan": ("fxbraid.plan.cli", "plan_command"),
+    "simulate": ("fxbraid.simulate.cli", "simulate_command"),
+}
 
-    app.command()(bench)
-    app.command()(draw)
-    app.command("plan")(plan_command)
-    app.command("simulate")(simulate_command)
+
+def mount(arguments: list[str]) -> None:
+    """Add the command that ``arguments`` ask for, or all of them for the help text: ``bench`` needs torch, and
+    the others should not wait for it."""
+    asked = next((word for word in arguments if not word.startswith("-")), None)
+    for name in [asked] if asked in COMMANDS else COMMANDS:
+        module, function = COMMANDS[name]
+        app.command(name)(getattr(import_module(module), function))
 
 
 @app.command()
@@ -101,7 +107,7 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point of the ``fxbraid`` script."""
-    _mount()
+    mount(sys.argv[1:])
     app()
 
 
