@@ -7,8 +7,10 @@ Each is checked by ``tests/test_compat.py``, which fails loudly where a torch ve
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -22,6 +24,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import standalone_compile
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import ProcessGroup
 
 __all__ = [
     "BufferAOTInput",
@@ -36,7 +39,14 @@ __all__ = [
     "cache_dir",
     "fx_graph_cse",
     "standalone_compile",
+    "timeout_of",
 ]
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long ``group`` waits for a silent peer; None where its backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def missing() -> list[str]:

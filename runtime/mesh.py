@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..compat import timeout_of
 from ..passes.errors import BraidError
 from ..schedule import Placement, Schedule
 from ..schedule.lower import Channel, channels
-
-#: A peer that is silent for so long is dead: on every group that fxbraid makes.
-TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(slots=True)
@@ -37,7 +35,8 @@ class Mesh:
     tp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
-    timeout: timedelta = TIMEOUT
+    #: of every group that is made here: that of the default group (torch would take 30 minutes instead)
+    timeout: timedelta | None = None
     _pairs: dict[tuple[Placement, Channel], dist.ProcessGroup | None] = field(default_factory=dict)
     _ties: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
@@ -149,6 +148,7 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
         )
     table = ranks.reshape(ranks.shape[-2], ranks.shape[-1]).tolist()
     me = dist.get_rank()
+    world = dist.group.WORLD
     pp_rank, tp_rank = next((r, t) for r, row in enumerate(table) for t, rank in enumerate(row) if rank == me)
     everyone = [rank for row in table for rank in row]
     if len(everyone) != dist.get_world_size():
@@ -165,7 +165,8 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
         ranks=table,
         tp_group=mesh["tp"].get_group() if "tp" in names else None,
         pp_group=mesh["pp"].get_group() if "pp" in names else None,
-        model_group=dist.group.WORLD,
+        model_group=world,
+        timeout=timeout_of(world, _device(mesh.device_type)) if world is not None else None,
     )
 
 

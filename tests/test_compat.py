@@ -29,6 +29,19 @@ def test_descriptors_have_the_fields_that_are_read() -> None:
     assert "output" in names(compat.TangentAOTInput) and "grad_of" in names(compat.GradAOTOutput)
 
 
+def test_the_timeout_of_a_group_can_be_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1, timeout=timedelta(seconds=33))
+    try:
+        assert compat.timeout_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=33)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_functional_collectives_are_registered() -> None:
     assert hasattr(torch.ops._c10d_functional, "all_reduce")
     assert hasattr(torch.ops._c10d_functional, "wait_tensor")
