@@ -102,8 +102,10 @@ class BraidedModel(nn.Module):
             raise BraidError(
                 "step() trains, but the model is in eval mode; call train() first, or model(**batch)"
             )
+        self._refuse_autocast()
         engine = self._engine_for(batch, training=True)
         inputs = self._inputs(engine, batch)
+        self._forget_totals()  # of a step that an exception cut short
         results = engine.run(inputs)
         self._last = engine
         self._combine_ties()
@@ -119,6 +121,7 @@ class BraidedModel(nn.Module):
             raise BraidError(
                 "model(**batch) is the forward of eval mode; call step(**batch) to train, or eval() first"
             )
+        self._refuse_autocast()
         engine = self._engine_for(batch, training=False)
         results = engine.run(self._inputs(engine, batch))
         outputs: dict[str, Any] = {}
@@ -198,9 +201,7 @@ class BraidedModel(nn.Module):
         inputs = self._inputs(engine, batch)
         before = {p: p.grad.clone() if p.grad is not None else None for p in self.parameters()}
         peak = measure_peak(engine, inputs, held=self._state.values())
-        for slots in self._slots.values():
-            for slot in slots.values():
-                slot.total = None
+        self._forget_totals()
         for parameter, grad in before.items():
             parameter.grad = grad
         return peak
@@ -314,6 +315,37 @@ class BraidedModel(nn.Module):
             source = self._schedule.placement.rank_of(self._schedule.n_chunks - 1)
             dist.broadcast(loss, self._mesh.global_rank(source), group=self._mesh.pp_group)
         return loss
+
+    def _forget_totals(self) -> None:
+        for slots in self._slots.values():
+            for slot in slots.values():
+                slot.total = None
+
+    def _refuse_autocast(self) -> None:
+        kind = self._mesh.device.type
+        if torch.is_autocast_enabled(kind):
+            raise BraidError(
+                f"torch.autocast is on for {kind}, but the program was traced without it and would mix types; "
+                "leave the autocast region, and convert the model (model.to(torch.bfloat16)) before braid()"
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BraidedModel:
+        """``to``, ``half``, ``cuda``, ...: what changes nothing is fine, anything else would no longer fit the
+        program and is refused."""
+        for name, tensor in self._state.items():
+            wanted = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if wanted.dtype != tensor.dtype or wanted.device != tensor.device:
+                raise BraidError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, and the program was traced for that; convert or "
+                    f"move the model to {wanted.dtype} on {wanted.device} before braid()"
+                )
+        return self
+
+    def __getstate__(self) -> Any:
+        raise BraidError(
+            "a BraidedModel holds process groups and compiled programs, which can't be copied or pickled; save "
+            "state_dict(), and braid() again where it is loaded"
+        )
 
     def _tied(self) -> list[str]:
         """Parameters with several uses, in an order that is the same on all ranks."""

@@ -337,6 +337,51 @@ def test_labels_that_are_all_ignored_give_what_the_plain_model_gives() -> None:
     assert_grads(braided, plain_grads(model, data))
 
 
+def test_a_step_after_one_that_failed_starts_anew() -> None:
+    model = qwen2(tie_word_embeddings=True)
+    braided = braid(model)
+    data = batch(4)
+    braided.step(**data)
+    braided.zero_grad()
+    block = braided.blocks["B"].graph_module
+    last = list(block.children())[-1]
+    kept = last.forward
+
+    def fail(*_: Any) -> None:
+        raise ValueError("broken")
+
+    last.forward = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="broken"):
+        braided.step(**data)
+    last.forward = kept  # type: ignore[method-assign]
+    braided.zero_grad()
+    braided.step(**data)
+    assert_grads(braided, plain_grads(model, data))
+
+
+def test_what_would_no_longer_fit_the_program_is_refused() -> None:
+    braided = braid(qwen2())
+    assert braided.to("cpu") is braided.float()
+    for convert in (braided.half, braided.double, lambda: braided.to(torch.bfloat16)):
+        with pytest.raises(BraidError, match="before braid"):
+            convert()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(BraidError, match="autocast is on"):
+        braided.step(**batch(4))
+    with pytest.raises(BraidError, match="save state_dict"):
+        copy.deepcopy(braided)
+    with torch.no_grad():
+        braided.step(**batch(4))
+    assert all(p.grad is not None for p in braided.parameters())
+
+
+def test_bfloat16() -> None:
+    model = qwen2().to(torch.bfloat16)
+    braided = braid(model)
+    data = batch(4)
+    assert torch.allclose(braided.step(**data), model(**data).loss, rtol=1e-2)
+    assert_grads(braided, plain_grads(model, data), tolerance=5e-2)
+
+
 class Odd(nn.Module):
     """Parameters whose gradients are one and the same tensor, and one whose gradient is just passed on."""
 
