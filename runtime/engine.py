@@ -17,6 +17,7 @@ from ..passes.verify import verify_block
 from ..schedule import Action, Schedule
 from ..schedule import Phase as Do
 from ..schedule.lower import Channel
+from .emulate import timed
 from .mesh import Mesh
 from .p2p import Arrive, Layout, Outbox, Post, Send
 from .unit import BoundUnit, GradSlot
@@ -98,7 +99,8 @@ class Engine:
         modules: dict[str, nn.Module] = {}
         for index, chunk in lowered.chunks.items():
             for unit in (u for us in chunk.units.values() for u in us):
-                modules[unit.label] = BoundUnit(unit, artefacts.get(unit), state, slots.get(index, {}))
+                artefact = timed(unit, artefacts.get(unit))
+                modules[unit.label] = BoundUnit(unit, artefact, state, slots.get(index, {}))
         modules |= self._channels()
         context = BlockContext(
             chunks=lowered.chunks, modules=modules, tp_group=mesh.tp_group_name, blocking=blocking

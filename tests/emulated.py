@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -215,6 +215,14 @@ def messages(mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
             assert work is not None
             work.wait()
 
+    others = [dist.new_group([column, column + 2]) for column in (0, 1)]
+
+    def two_groups() -> None:
+        works = [(dist.irecv if row else dist.isend)(ones(), peer, group=g) for g in (pp, others[rank % 2])]
+        for work in works:
+            assert work is not None
+            work.wait()
+
     def both_ways() -> float:
         mine, theirs = ones() * rank, torch.zeros(250)
         ops = [dist.P2POp(dist.isend, mine, peer, pp), dist.P2POp(dist.irecv, theirs, peer, pp)]
@@ -226,6 +234,7 @@ def messages(mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         "one way": one_way,
         "a late receiver": late_receiver,
         "four queue": four_queue,
+        "two groups, one wire": two_groups,
         "both ways at once": both_ways,
     }
 
@@ -313,8 +322,9 @@ def real_clock(clock: Any, asked_s: float) -> dict[str, Any]:
         return found
 
 
-def gpipe(emulated: bool, m: int = 4) -> tuple[float, list[float], str]:
-    """In 2 ranks: torch's own GPipe on hand-cut stages: (virtual ms, losses, digest of the gradients)."""
+def gpipe(m: int) -> list[tuple[float, list[float], str]]:
+    """In 2 ranks: torch's own GPipe on hand-cut stages, on gloo and twice on the virtual clock, with and without
+    rendezvous: (virtual ms, losses, digest of the gradients) of each."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     torch.set_num_threads(1)
@@ -326,7 +336,7 @@ def gpipe(emulated: bool, m: int = 4) -> tuple[float, list[float], str]:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.net(x)
-            return emulate.spend(y, 2 * MS, 4 * MS) if emulated else y
+            return emulate.spend(y, 2 * MS, 4 * MS) if emulate.active() else y
 
     def run(reading: Any) -> tuple[float, list[float], str]:
         rank = dist.get_rank()
@@ -350,25 +360,15 @@ def gpipe(emulated: bool, m: int = 4) -> tuple[float, list[float], str]:
         for parameter in module.parameters():
             assert parameter.grad is not None
             digest.update(parameter.grad.numpy().tobytes())
-        return round(seconds * 1e3, 9), [float(loss) for loss in losses], digest.hexdigest()
+        return round(seconds * 1e3, 9), [loss.item() for loss in losses], digest.hexdigest()
 
-    if not emulated:
-        from contextlib import nullcontext
-
-        with process_group(timeout_s=30):
-            return run(nullcontext)
-    with emulate.process_group(Cluster(Link(0.0), Link(1 * MS)), timeout_s=30):
-        return run(emulate.stopwatch)
-
-
-def hook() -> None:
-    """Give every unit its time, also where runtime/engine.py does not do it (yet)."""
-    from fxbraid.passes.compile import Artefacts
-    from fxbraid.runtime import engine
-
-    if "timed(" not in inspect.getsource(engine):
-        get = Artefacts.get
-        Artefacts.get = lambda self, unit: emulate.timed(unit, get(self, unit))  # type: ignore[method-assign]
+    with process_group(timeout_s=30):
+        found = [run(nullcontext)]
+    for rendezvous in (True, False):
+        cluster = Cluster(Link(0.0), Link(1 * MS, rendezvous=rendezvous))
+        with emulate.process_group(cluster, timeout_s=30):
+            found.append(run(emulate.stopwatch))
+    return found
 
 
 def missing_peer() -> None:
