@@ -58,6 +58,7 @@ def braid(
         fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
             communication starts, with the numbers and the way out.
     """
+    example_batch = batches.normal(example_batch)
     batches.split(example_batch, n_microbatches)
     if any(p.is_meta for p in model.parameters()):
         raise BraidError(

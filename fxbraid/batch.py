@@ -82,6 +82,22 @@ def split(batch: Mapping[str, Any], n_microbatches: int) -> dict[str, list[Any]]
     return parts
 
 
+def normal(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch as fxbraid takes it: a count that changes with every batch is a 0-d tensor, not a constant of the
+    trace. Raises :class:`BraidError` for an input that wants a gradient."""
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise BraidError(
+                f"input {name!r} wants a gradient, and fxbraid gives none to inputs; detach() it"
+            )
+    return {
+        name: torch.tensor(value)
+        if name == "num_items_in_batch" and isinstance(value, int | float)
+        else value
+        for name, value in batch.items()
+    }
+
+
 def move(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The same batch with its tensors on ``device``."""
     return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import batch as batches
+from .compat import FakeTensor
 from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
 from .passes.partition import Partition
@@ -84,6 +85,10 @@ class BraidedModel(nn.Module):
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
+        self._registered = {
+            name: (self.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p, p.requires_grad)
+            for name, p in self.named_parameters(remove_duplicate=False)
+        }
         self._tie_groups = {
             name: mesh.tie_group(schedule.placement.rank_of(chunk) for chunk, _ in self._uses[name])
             for name in self._tied()
@@ -102,7 +107,8 @@ class BraidedModel(nn.Module):
             raise BraidError(
                 "step() trains, but the model is in eval mode; call train() first, or model(**batch)"
             )
-        self._refuse_autocast()
+        self._check_unchanged()
+        batch = batches.normal(batch)
         engine = self._engine_for(batch, training=True)
         inputs = self._inputs(engine, batch)
         self._forget_totals()  # of a step that an exception cut short
@@ -121,7 +127,8 @@ class BraidedModel(nn.Module):
             raise BraidError(
                 "model(**batch) is the forward of eval mode; call step(**batch) to train, or eval() first"
             )
-        self._refuse_autocast()
+        self._check_unchanged()
+        batch = batches.normal(batch)
         engine = self._engine_for(batch, training=False)
         results = engine.run(self._inputs(engine, batch))
         outputs: dict[str, Any] = {}
@@ -141,6 +148,8 @@ class BraidedModel(nn.Module):
         before clipping, 0-d, float32 (float64 for a float64 model), the same on every rank, as
         ``torch.nn.utils.clip_grad_norm_`` does.
         """
+        if norm_type <= 0:
+            raise BraidError(f"norm_type={norm_type} must be above 0")
         counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and self._counts(name)]
         device = self._mesh.device
         infinite = math.isinf(norm_type)
@@ -238,6 +247,11 @@ class BraidedModel(nn.Module):
 
     def _lower(self, batch: Mapping[str, Any], *, training: bool, everything: bool = False) -> Lowered:
         micro = {k: v[0] for k, v in batches.split(batch, self._options.n_microbatches).items()}
+        # Whatever the caller's mode is: a trace without gradients would have none for ever.
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._trace(micro, training=training, everything=everything)
+
+    def _trace(self, micro: Mapping[str, Any], *, training: bool, everything: bool) -> Lowered:
         return lower_model(
             self.__dict__["_source"].train(training),
             micro,
@@ -271,12 +285,12 @@ class BraidedModel(nn.Module):
                     f"{self._options.max_programs}; pad batches to fewer shapes, or raise max_programs"
                 )
             lowered = self._lower(batch, training=training)
-            missing = [
-                n for c in lowered.chunks.values() for n in c.joint.state.values() if n not in self._state
-            ]
-            if missing:
+            known = {(chunk, name) for uses in self._uses.values() for chunk, name in uses}
+            new = [n for c in lowered.partition.chunks for n in c.params if (c.index, n) not in known]
+            if new:  # found from all chunks, so that every rank says it
                 raise BraidError(
-                    f"with these inputs the model reads {missing[0]}, which it did not read before"
+                    f"with these inputs the model reads {new[0]}, which it did not read with the example batch; "
+                    "braid() with an example that has all the inputs of training"
                 )
             self._engines[key] = self._engine(lowered, training=training)
         return self._engines[key]
@@ -320,6 +334,21 @@ class BraidedModel(nn.Module):
         for slots in self._slots.values():
             for slot in slots.values():
                 slot.total = None
+
+    def _check_unchanged(self) -> None:
+        """The program reads the parameters that ``braid`` made, with the types and ``requires_grad`` of then."""
+        for name, (module, leaf, parameter, wanted) in self._registered.items():
+            if module._parameters.get(leaf) is not parameter:
+                raise BraidError(
+                    f"{name} was replaced after braid(), and the program would go on with the old one; copy into it "
+                    "instead (load_state_dict without assign=True, parameter.data.copy_)"
+                )
+            if parameter.requires_grad != wanted:
+                raise BraidError(
+                    f"requires_grad of {name} was {wanted} when the program was made and is "
+                    f"{parameter.requires_grad} now; set it before braid()"
+                )
+        self._refuse_autocast()
 
     def _refuse_autocast(self) -> None:
         kind = self._mesh.device.type
@@ -395,12 +424,18 @@ class BraidedModel(nn.Module):
             for alias in names:
                 state[alias] = local
                 _register(self, alias, local)
-        buffers = dict(model.named_buffers())
-        for name in {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state):
-            value = buffers[name].detach().to(self._mesh.device, copy=True)
-            owner, _, leaf = name.rpartition(".")
-            persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
-            _register(self, name, value, persistent=persistent)
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        read = {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state)
+        # A saved buffer that the trace does not read goes with the first chunk: nothing is lost from state_dict.
+        kept = {n for n in buffers if 0 in here and n in model.state_dict()}
+        for name in sorted(read | kept):
+            if name in buffers:
+                value = buffers[name].detach().to(self._mesh.device, copy=True)
+                owner, _, leaf = name.rpartition(".")
+                persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
+                _register(self, name, value, persistent=persistent)
+            else:
+                value = _constant(model, lowered, name).detach().to(self._mesh.device, copy=True)
             state[name] = value
         return state
 
@@ -473,6 +508,21 @@ def _skeleton(model: nn.Module) -> nn.Module:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
     return skeleton
+
+
+def _constant(model: nn.Module, lowered: Lowered, name: str) -> Tensor:
+    """A tensor that the forward reads and that is neither parameter nor buffer."""
+    value: Any = lowered.constants.get(name)
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        value = model
+        for part in name.split("."):
+            value = getattr(value, part, None)
+    if not isinstance(value, Tensor):
+        raise BraidError(
+            f"the model makes a constant tensor inside its forward ({name}), and its values are not traced; "
+            "register it as a buffer"
+        )
+    return value
 
 
 def _model_output(outputs: dict[str, Any]) -> Any:

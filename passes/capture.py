@@ -22,7 +22,7 @@ import operator
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Captured:
     inputs: tuple[str, ...]
     #: keys of the model's output, in the order of the graph's outputs
     outputs: tuple[str, ...]
+    #: tensors that the forward makes or holds outside of parameters and buffers, by their name in the graph
+    constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 def capture(
@@ -141,12 +143,17 @@ def _explain(module: nn.Module, error: Exception, stack: list[str]) -> str:
     where = stack[-1] if stack and stack[-1] else type(module).__name__
     line = f' at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}: "{own[-1].line}"' if own else ""
     cause = str(error).strip().splitlines()
+    advice = ""
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        advice = (
+            "Control flow that depends on a tensor's values can't be traced; make it depend on shapes or on "
+            "constants, or pass the value in as a keyword."
+        )
     return (
         f"{type(module).__name__} does not trace: torch.export stopped in module {where!r}{line}. "
         f"Cause: {type(error).__name__}: {cause[0] if cause else ''} "
-        "Control flow that depends on a tensor's values can't be traced; make it depend on shapes or on "
-        "constants, or pass the value in as a keyword."
-    )
+        f"{advice}"
+    ).rstrip()
 
 
 def _canonicalise(exported: Any, module: nn.Module, call: Mapping[str, Any]) -> Captured:
@@ -189,7 +196,7 @@ def _canonicalise(exported: Any, module: nn.Module, call: Mapping[str, Any]) -> 
     # One tp_copy for the linears that share an input (q, k, v), one table for the layers that share it.
     graph = fx_graph_cse(graph)
     graph.eliminate_dead_code()
-    return Captured(fx.GraphModule(used, graph), tuple(inputs), names)
+    return Captured(fx.GraphModule(used, graph), tuple(inputs), names, exported.constants)
 
 
 #: A node of the copy, or the results of a region that was copied in place of its call.
@@ -286,10 +293,22 @@ def _refuse_dropout(node: fx.Node) -> None:
 
 
 def _output_names(exported: Any) -> tuple[str, ...]:
+    """A name per tensor that the model returns: its key, ``key.i`` inside a nested output, and for a plain tensor
+    or a tuple "loss" for a first 0-d one, as Hugging Face models return it without a dict."""
     spec = exported.call_spec.out_spec
+    leaves = exported.graph.output_node().args[0]
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    if isinstance(tree, Mapping):
-        return tuple(key for key, value in tree.items() if value is not None)
-    if isinstance(tree, int):
-        return ("loss",)
-    return tuple(f"output_{i}" for i in range(spec.num_leaves))
+    paths = {index: path for path, index in pytree.tree_flatten_with_path(tree)[0]}
+    names = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, fx.Node):
+            continue
+        keys = [
+            str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in paths[index]
+        ]
+        name = ".".join(keys) if keys else "output"
+        val = leaf.meta["val"]
+        if index == 0 and not isinstance(tree, Mapping) and val.ndim == 0 and val.is_floating_point():
+            name = "loss"
+        names.append(name)
+    return tuple(names)

@@ -13,7 +13,8 @@ over micro-batches (and over data-parallel ranks) before the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,11 +24,8 @@ from .errors import UnsupportedError
 
 _CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
 _MEAN, _SUM = 1, 2
-#: Operators through which the loss may reach its cross entropies: linear in each of them.
-_LINEAR = {
-    torch.ops.aten.add.Tensor,
-    torch.ops.aten.mul.Tensor,
-    torch.ops.aten.div.Tensor,
+#: Operators that pass a 0-d loss on as it is.
+_SAME = {
     torch.ops.aten.to.dtype,
     torch.ops.aten.to.device,
     torch.ops.aten.to.dtype_layout,
@@ -46,6 +44,22 @@ class Normalised:
     captured: Captured
     count: fx.GraphModule | None
     counts: tuple[str, ...]
+
+
+def loss_alone(captured: Captured) -> Captured:
+    """The same graph with the loss as its only output: what training runs. Raises :class:`UnsupportedError` for a
+    model that returns none."""
+    if "loss" not in captured.outputs:
+        raise UnsupportedError(
+            f"the model returns no loss (its outputs are {', '.join(captured.outputs) or 'none'}); pass labels, or "
+            'let its forward return a dict with "loss" or a tuple that begins with it'
+        )
+    graph = captured.graph_module.graph
+    output = graph.output_node()
+    output.args = ((output.args[0][captured.outputs.index("loss")],),)  # type: ignore[index]
+    graph.eliminate_dead_code()
+    captured.graph_module.recompile()
+    return replace(captured, outputs=("loss",))
 
 
 def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Normalised:
@@ -77,7 +91,7 @@ def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Norma
         _divide(graph_module.graph, node, names[-1], sum_first=loss_reduction == "auto")
     graph_module.recompile()
     inputs = (*captured.inputs, *names)
-    return Normalised(Captured(graph_module, inputs, captured.outputs), count, tuple(names))
+    return Normalised(replace(captured, inputs=inputs), count, tuple(names))
 
 
 def _argument(node: fx.Node, position: int, name: str, default: object) -> object:
@@ -89,35 +103,62 @@ def _ignored(node: fx.Node) -> int:
 
 
 def _means(loss: fx.Node) -> list[fx.Node]:
-    """The mean cross entropies that ``loss`` is a linear combination of."""
+    """The mean cross entropies that ``loss`` is a linear combination of.
+
+    Empty where it is made of sums, bare or over a 0-d input (``num_items_in_batch``): those add up as they are.
+    Anything that would count once per micro-batch, or that depends on a micro-batch's own size, is refused.
+    """
     found: list[fx.Node] = []
-    todo = [loss]
+    todo: list[tuple[fx.Node, bool]] = [(loss, False)]
     while todo:
-        node = todo.pop()
+        node, by_number = todo.pop()
         if node.target is _CROSS_ENTROPY:
-            if _argument(node, 2, "weight", None) is not None:
-                raise UnsupportedError("cross entropy with class weights is not supported yet")
-            reduction = _argument(node, 3, "reduction", _MEAN)
-            if reduction == _MEAN and node not in found:
-                found.append(node)
-            elif reduction == 0:
+            if _reduction(node) == _MEAN:
+                if node not in found:
+                    found.append(node)
+            elif _reduction(node) != _SUM or by_number:
+                raise UnsupportedError(_unknown(node))  # the number may be this micro-batch's size
+        elif node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor):
+            value, factor = node.args[0], node.args[1]
+            if node.target is torch.ops.aten.mul.Tensor and _is_scale(value):
+                value, factor = factor, value
+            if not isinstance(value, fx.Node) or not _is_scale(factor):
                 raise UnsupportedError(_unknown(node))
-        elif node.target in _LINEAR:
-            tensors = [n for n in node.all_input_nodes if n.meta["val"].is_floating_point()]
-            if node.target is torch.ops.aten.div.Tensor:
-                tensors = tensors[:1]
-            elif node.target is torch.ops.aten.mul.Tensor and len(tensors) > 1:
-                raise UnsupportedError(_unknown(node))  # a product of two values is linear in neither
-            todo += tensors
-        elif node.op not in ("placeholder", "get_attr"):
+            todo.append((value, by_number or not isinstance(factor, fx.Node)))
+        elif node.target is torch.ops.aten.add.Tensor:
+            if not all(isinstance(arg, fx.Node) for arg in node.args) or node.kwargs:
+                raise UnsupportedError(_unknown(node))  # a constant would count once per micro-batch
+            todo += [(arg, by_number) for arg in node.args]  # type: ignore[misc]
+        elif node.target in _SAME:
+            todo.append((node.args[0], by_number))  # type: ignore[arg-type]
+        else:
             raise UnsupportedError(_unknown(node))
     return found
 
 
+def _reduction(node: fx.Node) -> object:
+    if _argument(node, 2, "weight", None) is not None:
+        raise UnsupportedError("a loss with class weights in its cross entropy is not supported yet")
+    if node.args[1].meta["val"].is_floating_point():  # type: ignore[union-attr]
+        raise UnsupportedError("a loss with class probabilities as labels is not supported yet")
+    return _argument(node, 3, "reduction", _MEAN)
+
+
+def _is_scale(factor: Any) -> bool:
+    """A number, a parameter, or a 0-d input: the same for every micro-batch."""
+    if not isinstance(factor, fx.Node):
+        return isinstance(factor, int | float)
+    while factor.target in _SAME:
+        factor = factor.args[0]
+    if factor.op == "placeholder":
+        return bool(factor.meta["val"].ndim == 0)
+    return bool(factor.op == "get_attr")
+
+
 def _unknown(node: fx.Node) -> str:
     return (
-        f"the loss comes from {node.target}, not from a mean cross entropy, so its share of the whole batch is "
-        'not known; pass loss_reduction="sum" if the micro-batches\' losses add up to the batch\'s, or "mean" if '
+        f"the loss comes from {node.target}, not from mean cross entropies alone, so its share of the whole batch "
+        'is not known; pass loss_reduction="sum" if the micro-batches\' losses add up to the batch\'s, or "mean" if '
         "it is a plain mean over samples"
     )
 

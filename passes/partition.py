@@ -93,12 +93,16 @@ def partition(captured: Captured, n_chunks: int, *, split: str | Sequence[int] =
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on a parameter: activations. The rest follows from the inputs alone."""
-    live: set[fx.Node] = set()
+    """Nodes that depend on a parameter and on an input: activations. The rest follows from inputs alone or (a
+    transposed weight, Gemma's 1 + weight) from parameters alone, and is made again where it is read."""
+    weights: set[fx.Node] = set()
+    given: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.meta.get("is_parameter") or any(n in live for n in node.all_input_nodes):
-            live.add(node)
-    return live
+        if node.meta.get("is_parameter") or any(n in weights for n in node.all_input_nodes):
+            weights.add(node)
+        if node.op == "placeholder" or any(n in given for n in node.all_input_nodes):
+            given.add(node)
+    return weights & given
 
 
 def _layer_paths(node: fx.Node) -> list[tuple[str, int]]:
@@ -212,6 +216,12 @@ def _extract(
     mine = [node for node in source.nodes if owner.get(node) == index]
     entering = _crossing(source, owner, index - 1) if index else []
     leaving = list(output.args[0]) if last else _crossing(source, owner, index)  # type: ignore[arg-type]
+    for name, node in zip(captured.outputs, leaving, strict=True) if last else ():
+        if owner.get(node, index) != index:
+            raise PartitionError(
+                f"the model's output {name!r} is made in chunk {owner[node]}, before the last one; only outputs of "
+                "the last chunk can be returned: switch it off (output_hidden_states=False, ...)"
+            )
     wanted: set[fx.Node] = set()
     todo = [*mine, *(n for n in leaving if n not in owner)]
     while todo:

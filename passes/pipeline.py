@@ -28,10 +28,10 @@ from torch import fx, nn
 from .. import compat
 from .capture import capture, fake_inputs
 from .joint import joint, split
-from .loss import normalise_loss
+from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
-from .shard import TpPlan, shard
-from .units import ChunkUnits, units
+from .shard import TpPlan, check_partial_gradients, shard
+from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 
 
@@ -52,6 +52,8 @@ class Lowered:
     outputs: tuple[str, ...]
     #: every name of a parameter -> its first one (tied parameters have several)
     canonical: Mapping[str, str]
+    #: tensors of the forward that are neither parameters nor buffers
+    constants: Mapping[str, Any]
 
 
 def lower_model(
@@ -84,6 +86,9 @@ def lower_model(
         fake_inputs(microbatch, fake_mode=fake_mode, device=device),
         fake_mode=fake_mode,
     )
+    check_partial_gradients(captured.graph_module.graph, sharded.plan)
+    if training:
+        captured = loss_alone(captured)
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)
     parts = partition(normalised.captured, n_chunks, split=split_layers)
     outputs = ("loss",) if training else normalised.captured.outputs
@@ -96,6 +101,7 @@ def lower_model(
         chunks[index] = units(graph, tp_size=tp_size)
         if verify:
             verify_units(chunks[index])
+    unique_names(chunks.values())
     return Lowered(
         plan=sharded.plan,
         partition=parts,
@@ -105,4 +111,5 @@ def lower_model(
         counts=normalised.counts,
         outputs=outputs,
         canonical=sharded.canonical,
+        constants=captured.constants,
     )

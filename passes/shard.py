@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..compat import FakeTensorMode
 from .errors import PlanError
-from .marks import tp_copy, tp_reduce
+from .marks import TP_COPY, TP_REDUCE, tp_copy, tp_reduce
 
 #: Styles that leave a module whole on every TP rank. The two vocabulary styles shard the embedding and the
 #: head in transformers; here both stay replicated, which is exact, and said so in the report.
@@ -137,13 +137,21 @@ def read_plan(model: nn.Module, *, tp_size: int, tp_plan: str | Mapping[str, str
             if tp_size > 1:
                 raise PlanError(
                     f"the plan gives module {name} the style {style!r}, which fxbraid does not know; "
-                    f"known are {', '.join(sorted(SHARDED | REPLICATED))}; override it with tp_plan or use tp_size=1"
+                    f"known are {', '.join(sorted(SHARDED | REPLICATED))}; use tp_size=1, or a tp_plan without it"
                 )
+            continue
+        if not isinstance(module, nn.Linear) and tp_size == 1:
             continue
         if not isinstance(module, nn.Linear):
             raise PlanError(f"style {style!r} wants nn.Linear, but module {name} is {type(module).__name__}")
         styles[name] = style
         dims.update(_linear_dims(name, module, style, tp_size, names))
+    if tp_size > 1 and not styles:
+        raise PlanError(
+            f"the tensor-parallel plan shards no module of {type(model).__name__}: none of its patterns "
+            f"({', '.join(patterns)}) matches a module with a style of {', '.join(sorted(SHARDED))}; use tp_size=1 or "
+            "another tp_plan"
+        )
     params = {
         name: ParamShard(name, shape, dims.get(name) if tp_size > 1 else None, tp_size)
         for name, shape in shapes.items()
@@ -245,3 +253,31 @@ def _mark(module: nn.Module, style: str) -> None:
         return y if module.bias is None else y + module.bias  # type: ignore[operator]
 
     module.forward = forward  # type: ignore[method-assign]
+
+
+def check_partial_gradients(graph: fx.Graph, plan: TpPlan) -> None:
+    """Refuse a whole parameter that is read between column- and row-parallel linears (Qwen3's q and k norms): each
+    rank would see only the gradient of its own heads. Raises :class:`PlanError`."""
+    if plan.tp_size == 1:
+        return
+    inside: set[fx.Node] = set()
+    weights: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.meta.get("is_parameter") and node.meta["val"].requires_grad:
+            shard = plan.params.get(str(node.target))
+            if shard is not None and shard.dim is None:
+                weights[node] = str(node.target)
+        elif node.op == "call_function":
+            sources = node.all_input_nodes
+            held = [weights[n] for n in sources if n in weights]
+            if node.target is TP_COPY or any(n in inside for n in sources):
+                if held:
+                    raise PlanError(
+                        f"parameter {held[0]} is whole on every TP rank but read on each rank's own part of the "
+                        "features, so its gradient would be only that part's; summing it over TP "
+                        "(replicated_with_grad_allreduce) is not supported yet: use tp_size=1"
+                    )
+                if node.target is not TP_REDUCE:
+                    inside.add(node)
+            elif held and len(held) == len(sources):
+                weights[node] = held[0]

@@ -118,12 +118,26 @@ def units(joint: JointGraph, *, tp_size: int) -> ChunkUnits:
     return result
 
 
+def unique_names(chunks: Iterable[ChunkUnits]) -> None:
+    """Give units of different chunks different names: a block finds a unit by its name alone."""
+    chunks = list(chunks)
+    owners: dict[str, set[int]] = {}
+    for chunk in chunks:
+        for unit in (u for us in chunk.units.values() for u in us):
+            owners.setdefault(unit.name, set()).add(chunk.index)
+    for chunk in chunks:
+        for unit in (u for us in chunk.units.values() for u in us):
+            if len(owners[unit.name]) > 1:
+                unit.name += f"_c{chunk.index}"
+
+
 # -- which unit ------------------------------------------------------------------------------------------------
 
 
 def _assign(joint: JointGraph) -> dict[fx.Node, int]:
     parameters = [n for n, name in joint.state.items() if name in set(joint.chunk.params)]
-    started = descendants([*parameters, *joint.boundary])
+    # What follows from inputs alone (masks) or from parameters alone (1 + weight) goes to whoever reads it.
+    started = descendants(joint.boundary) | (descendants(parameters) & descendants(joint.inputs.values()))
     driven = descendants(joint.tangents)
     order = [n for n in joint.graph.nodes if n in joint.phase]
     unit: dict[fx.Node, int] = {}

@@ -161,6 +161,7 @@ class Engine:
         if missing:
             raise BraidError(f"inputs {', '.join(missing)} are missing")
         args = [self.one if name == ONE else inputs[name] for name in self.compiled.inputs]
+        self.outbox.forget()
         results = self.program(*args)
         self.outbox.flush()
         return list(results)

@@ -47,6 +47,10 @@ class Outbox:
         while self._sent:
             self._sent.popleft()[0].wait()
 
+    def forget(self) -> None:
+        """Drop what a step that failed left behind."""
+        self._sent.clear()
+
     def tensors(self) -> list[Tensor]:
         """What is still held, for the memory measurement."""
         return [tensor for _, tensor in self._sent]

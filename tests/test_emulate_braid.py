@@ -13,7 +13,6 @@ from fxbraid.runtime import emulate
 from fxbraid.runtime.emulate import Cluster, Link
 from fxbraid.runtime.launch import launch, process_group
 
-from . import emulated
 from .parity import Case, Outcome, make_batches, make_model, merge, run_case, share_traces
 
 UNIT_S, AR_S = 2e-3, 1e-3  # of each attention and MLP unit, in each of F, I and W; of each all-reduce
