@@ -519,7 +519,7 @@ def _constant(model: nn.Module, lowered: Lowered, name: str) -> Tensor:
             value = getattr(value, part, None)
     if not isinstance(value, Tensor):
         raise BraidError(
-            f"the model makes a constant tensor inside its forward ({name}), and its values are not traced; "
+            f"the forward reads a tensor ({name}) that is no parameter, buffer or tensor attribute of its own; "
             "register it as a buffer"
         )
     return value

@@ -173,13 +173,22 @@ def test_constants_and_buffers_of_any_kind() -> None:
         def body(self, x: Tensor) -> Tensor:
             return super().body(x) * torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0, 1.0])
 
+    class Alias(Held):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alias = self.one  # a plain attribute that is some buffer's tensor
+
+        def body(self, x: Tensor) -> Tensor:
+            return super().body(x) * self.alias
+
     model = Held()
     assert_parity(model, data())
     braided = braid(model, data())
     assert set(braided.state_dict()) == set(model.state_dict())
     braided.load_state_dict(model.state_dict())
+    assert_parity(Literal(), data())
     with pytest.raises(BraidError, match="register it as a buffer"):
-        braid(Literal(), data())
+        braid(Alias(), data())
 
 
 def test_outputs_of_every_shape() -> None:
