@@ -30,12 +30,14 @@ def check_many() -> str:
     count = 0
     for name, p, m in itertools.product(schedules.FAMILIES, range(1, 9), range(1, 25)):
         made = schedules.build(name, p=p, m=m)
-        for one in (
+        made_of = (
             made,
             schedules.unbraid(made),
             schedules.reproducible(made),
             schedules.split_backward(made),
-        ):
+            schedules.merge_backward(made),
+        )
+        for one in made_of:
             schedules.check(one)
             count += 1
     return f"{count:,} schedules built, transformed and checked"
