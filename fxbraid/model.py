@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import batch as batches
-from .compat import FakeTensor
 from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
 from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
-from .passes.shard import TpPlan, canonical_names
+from .passes.shard import TpPlan
 from .report import Report, make_report
 from .runtime.costs import CollectiveTime, profile, workload
 from .runtime.engine import Blocks, Engine
@@ -28,6 +26,7 @@ from .runtime.unit import GradSlot, accumulate
 from .schedule import Action, Schedule, Step, parts
 from .schedule import Phase as Do
 from .simulate import INSTANT, Link, Result, simulate
+from .state import aliases, constant, register, skeleton, uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +72,13 @@ class BraidedModel(nn.Module):
         self._engines: dict[tuple[batches.Signature, bool], Engine] = {}
         self._artefacts = Artefacts(options.compile)
         # Not an attribute of nn.Module's kind: the skeleton's weights are not this model's parameters.
-        self.__dict__["_source"] = _skeleton(model)
+        self.__dict__["_source"] = skeleton(model)
         self._split: str | Sequence[int] = options.split
         self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
         lowered = self._lower(example_batch, training=model.training)
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
-        self._uses = _uses(lowered)
+        self._uses = uses(lowered)
         self._state = self._take(model, lowered)
         self._slots = self._make_slots(lowered)
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
@@ -412,7 +411,7 @@ class BraidedModel(nn.Module):
         here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
         full = dict(model.named_parameters())
         state: dict[str, Tensor] = {}
-        for name, names in _aliases(model).items():
+        for name, names in aliases(model).items():
             # A parameter that the loss does not read stays with the first chunk, so that nothing is lost.
             users = {chunk for chunk, _ in self._uses.get(name, [(0, name)])}
             if not users & here:
@@ -423,7 +422,7 @@ class BraidedModel(nn.Module):
             )
             for alias in names:
                 state[alias] = local
-                _register(self, alias, local)
+                register(self, alias, local)
         buffers = dict(model.named_buffers(remove_duplicate=False))
         read = {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state)
         # A saved buffer that the trace does not read goes with the first chunk: nothing is lost from state_dict.
@@ -433,9 +432,9 @@ class BraidedModel(nn.Module):
                 value = buffers[name].detach().to(self._mesh.device, copy=True)
                 owner, _, leaf = name.rpartition(".")
                 persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
-                _register(self, name, value, persistent=persistent)
+                register(self, name, value, persistent=persistent)
             else:
-                value = _constant(model, lowered, name).detach().to(self._mesh.device, copy=True)
+                value = constant(model, lowered, name).detach().to(self._mesh.device, copy=True)
             state[name] = value
         return state
 
@@ -463,66 +462,6 @@ def forward_only(schedule: Schedule) -> Schedule:
         m=schedule.m,
         actions=tuple(tuple(forwards(row)) for row in schedule.actions),
     )
-
-
-def _uses(lowered: Lowered) -> dict[str, list[tuple[int, str]]]:
-    """Where each parameter is read: (chunk, name there), in chunk order."""
-    uses: dict[str, list[tuple[int, str]]] = {}
-    for chunk in lowered.partition.chunks:
-        for name in chunk.params:
-            uses.setdefault(lowered.canonical[name], []).append((chunk.index, name))
-    return uses
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """First name -> all names of each parameter."""
-    found: dict[str, list[str]] = {}
-    for name, first in canonical_names(model).items():
-        found.setdefault(first, []).append(name)
-    return found
-
-
-def _register(root: nn.Module, name: str, value: Tensor, *, persistent: bool = True) -> None:
-    *path, leaf = name.split(".")
-    module = root
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module._modules[part]  # type: ignore[assignment]
-    if isinstance(value, nn.Parameter):
-        module.register_parameter(leaf, value)
-    else:
-        module.register_buffer(leaf, value, persistent=persistent)
-
-
-def _skeleton(model: nn.Module) -> nn.Module:
-    """The model's structure with meta tensors for weights: what a later shape is traced from."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
-    skeleton: nn.Module = copy.deepcopy(model, memo)
-    for module in skeleton.modules():
-        # Recomputation is a pass of its own here; Hugging Face's wraps layers in what export does not trace.
-        if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False  # type: ignore[assignment]
-    return skeleton
-
-
-def _constant(model: nn.Module, lowered: Lowered, name: str) -> Tensor:
-    """A tensor that the forward reads and that is neither parameter nor buffer."""
-    value: Any = lowered.constants.get(name)
-    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-        value = model
-        for part in name.split("."):
-            value = getattr(value, part, None)
-    if not isinstance(value, Tensor):
-        raise BraidError(
-            f"the forward reads a tensor ({name}) that is no parameter, buffer or tensor attribute of its own; "
-            "register it as a buffer"
-        )
-    return value
 
 
 def _model_output(outputs: dict[str, Any]) -> Any:

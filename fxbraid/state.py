@@ -1,0 +1,73 @@
+"""What a braided model takes from the user's: structure, names, shards' places, tensors of every kind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from .compat import FakeTensor
+from .passes.errors import BraidError
+from .passes.pipeline import Lowered
+from .passes.shard import canonical_names
+
+
+def uses(lowered: Lowered) -> dict[str, list[tuple[int, str]]]:
+    """Where each parameter is read: (chunk, name there), in chunk order."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for chunk in lowered.partition.chunks:
+        for name in chunk.params:
+            found.setdefault(lowered.canonical[name], []).append((chunk.index, name))
+    return found
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """First name -> all names of each parameter."""
+    found: dict[str, list[str]] = {}
+    for name, first in canonical_names(model).items():
+        found.setdefault(first, []).append(name)
+    return found
+
+
+def register(root: nn.Module, name: str, value: Tensor, *, persistent: bool = True) -> None:
+    *path, leaf = name.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # type: ignore[assignment]
+    if isinstance(value, nn.Parameter):
+        module.register_parameter(leaf, value)
+    else:
+        module.register_buffer(leaf, value, persistent=persistent)
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """The model's structure with meta tensors for weights: what a later shape is traced from."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    skeleton: nn.Module = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
+        # Recomputation is a pass of its own here; Hugging Face's wraps layers in what export does not trace.
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+    return skeleton
+
+
+def constant(model: nn.Module, lowered: Lowered, name: str) -> Tensor:
+    """A tensor that the forward reads and that is neither parameter nor buffer."""
+    value: Any = lowered.constants.get(name)
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        value = model
+        for part in name.split("."):
+            value = getattr(value, part, None)
+    if not isinstance(value, Tensor):
+        raise BraidError(
+            f"the forward reads a tensor ({name}) that is no parameter, buffer or tensor attribute of its own; "
+            "register it as a buffer"
+        )
+    return value
