@@ -86,8 +86,9 @@ def make_model(name: str, *, tied: bool, layers: int, dtype: torch.dtype) -> nn.
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": tied,
-        # Far from the usual 0.02: at that scale attention is uniform, and gradients of q and k nearly cancel.
-        "initializer_range": 0.2,
+        # Where float32 itself lies within 3e-6 of float64 in every gradient, so that 1e-5 measures fxbraid: at the
+        # usual 0.02 attention is uniform and gradients of q and k nearly cancel, at 0.2 the depth amplifies.
+        "initializer_range": 0.1,
     }
     torch.manual_seed(7)
     config, kind = {
