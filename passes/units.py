@@ -18,13 +18,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
 
-from .cost import flops, nbytes
+from .cost import flops
 from .joint import JointGraph, Phase, descendants
 from .marks import CUT, TP_REDUCE, is_mark, is_matmul
 
@@ -382,8 +382,3 @@ def short_name(parameter: str) -> str | None:
     else:
         kind = re.sub(r"\W", "_", first)
     return f"{kind}{layer}"
-
-
-def total_bytes(nodes: Iterable[fx.Node], resolve: Callable[[fx.Node], fx.Node] = lambda n: n) -> int:
-    """Bytes of the distinct values among ``nodes``."""
-    return sum(nbytes(n.meta.get("val")) for n in {resolve(n) for n in nodes})
