@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fxbraid.schedule as S
 from fxbraid.schedule import Costs, Schedule, ScheduleError
-from fxbraid.schedule.search import _Clock
+from fxbraid.schedule.local import ActionTimes, ListClock
 
 COSTS = [Costs(1, 1, 1, 0), Costs(1, 1, 1, 0.25), Costs(1, 1.25, 0.75, 0.5), Costs(1, 2, 1, 0.125)]
 
@@ -85,13 +85,13 @@ def test_build_knows_auto():
 def test_the_fast_clock_is_the_clock(name, p, m, costs, braided):
     one = S.build(name, p=p, m=m)
     one = S.braid(one) if braided else one
-    found = _Clock(one, costs).run(one.actions)
+    found = ListClock(one, ActionTimes(costs)).run(one.actions)
     assert found is not None and found[0] == pytest.approx(S.makespan(one, *costs), rel=1e-12)
 
 
 def test_the_fast_clock_sees_a_deadlock():
     one = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    assert _Clock(one, COSTS[0]).run(one.actions) is None
+    assert ListClock(one, ActionTimes(COSTS[0])).run(one.actions) is None
 
 
 @pytest.mark.slow

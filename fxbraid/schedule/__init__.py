@@ -24,14 +24,16 @@ from fxbraid.schedule.dualpipev import dualpipev
 from fxbraid.schedule.errors import ScheduleError
 from fxbraid.schedule.gpipe import gpipe
 from fxbraid.schedule.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_bfs, zb_h1
+from fxbraid.schedule.local import EFFORT
 from fxbraid.schedule.low_memory import stp_low_memory
 from fxbraid.schedule.makespan import Costs, makespan
 from fxbraid.schedule.memory import Peak, peak_live, peak_memory
 from fxbraid.schedule.one_f_one_b import one_f_one_b
 from fxbraid.schedule.placement import Placement
 from fxbraid.schedule.schedule import Schedule
-from fxbraid.schedule.search import EFFORT, search
+from fxbraid.schedule.search import search
 from fxbraid.schedule.stp import stp
+from fxbraid.schedule.stp_plus import stp_plus
 from fxbraid.schedule.transform import merge_backward, reproducible, split_backward, truncate, unbraid
 from fxbraid.schedule.zbv import zbv
 
@@ -90,6 +92,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "v_half": Family(lambda p, m, v: v_half(p, m), 2, False),
         "v_min": Family(lambda p, m, v: v_min(p, m), 2, False),
         "stp": Family(lambda p, m, v: stp(p, m), 2, False),
+        "stp_plus": Family(lambda p, m, v: stp_plus(p, m), 2, False),
         "stp_low_memory": Family(lambda p, m, v: stp_low_memory(p, m), 2, False),
     }
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from fxbraid.schedule.action import Action, Composite, Phase, Step, parts
+from fxbraid.schedule.action import COMPOSITES, Action, Composite, Phase, Step, parts
 from fxbraid.schedule.errors import ScheduleError
 from fxbraid.schedule.schedule import Schedule
 
@@ -15,15 +15,19 @@ def with_rows(schedule: Schedule, rows: Iterable[Iterable[Step]], name: str | No
     return Schedule(name or schedule.name, schedule.placement, schedule.m, tuple(tuple(row) for row in rows))
 
 
-def unbraid(schedule: Schedule) -> Schedule:
-    """Every composite becomes its parts, one after the other in their order; nothing overlaps.
+def unbraid(schedule: Schedule, kinds: Collection[str] = COMPOSITES) -> Schedule:
+    """Every composite (of ``kinds``: "FB", "FI", ...) becomes its parts, one after the other in their order;
+    nothing overlaps.
 
     before   (0F4;1B3)OVERLAP_F_B 0F5
     after    0F4 1B3 0F5
     """
-    return with_rows(
-        schedule, ([action for step in row for action in parts(step)] for row in schedule.actions)
-    )
+
+    def apart(step: Step) -> tuple[Step, ...]:
+        both = parts(step)
+        return both if "".join(action.phase for action in both) in kinds else (step,)
+
+    return with_rows(schedule, ([one for step in row for one in apart(step)] for row in schedule.actions))
 
 
 def split_backward(schedule: Schedule) -> Schedule:

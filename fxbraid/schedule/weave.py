@@ -1,7 +1,8 @@
 """The order of units inside a block: the braid itself, as data.
 
-The executor's block graphs, the simulator and the pictures all take their order from :func:`weave`, so that none
-of them can disagree with another about it (DESIGN section 7).
+The executor's block graphs, the simulator and the pictures all take their order from :func:`weave`, or, where costs
+are known and asked for, from ``listorder.order_units``, so that none of them can disagree with another about it
+(DESIGN section 7).
 
 The order is the paper's (arXiv 2510.27257, section 3, braided execution blocks)::
 
@@ -21,6 +22,9 @@ from dataclasses import dataclass
 
 from fxbraid.schedule.errors import ScheduleError
 
+Order = list[tuple[int, int]]
+"""Units of a block in the order in which they run, as (strand, unit) pairs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strand:
@@ -29,6 +33,8 @@ class Strand:
     ``phase``: "F", "I" or "W". ``launches[i]``: unit i ends with a collective. ``heavy[i]``: unit i contains a
     matrix product, so it can hide a collective. ``depth[i]``: for W, the unit of I (its ``depth``) whose gradients
     it needs. ``own`` (W only): the W of the I in this block; else its I is done and it can run at any time.
+    ``seconds`` and ``collective``: of every unit and of what it launches, where the order is made from costs
+    (``listorder``); the paper's order does not read them.
     """
 
     phase: str
@@ -36,9 +42,16 @@ class Strand:
     heavy: tuple[bool, ...]
     depth: tuple[int, ...]
     own: bool = False
+    seconds: tuple[float, ...] = ()
+    collective: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.launches)
+
+    @property
+    def timed(self) -> bool:
+        """Does it say how long its units take?"""
+        return len(self.seconds) == len(self.collective) == len(self)
 
     def segments(self) -> list[list[int]]:
         """Runs of units that end with a collective; the last one ends without."""
@@ -50,7 +63,7 @@ class Strand:
         return found
 
 
-def weave(strands: Sequence[Strand]) -> list[tuple[int, int]]:
+def weave(strands: Sequence[Strand]) -> Order:
     """Order of a block: (strand, unit) pairs, every unit once.
 
     One or two strands of F and I alternate, a segment of each in turn; a W of its own follows its I segment at
