@@ -1,8 +1,6 @@
 """``python -m fxbraid.bench``, also under torchrun."""
 
-import typer
-
-from fxbraid.bench.cli import bench
+from fxbraid.bench.cli import app
 
 if __name__ == "__main__":
-    typer.run(bench)
+    app()

@@ -1,29 +1,40 @@
-"""``fxbraid bench``: the options, and what they mean together."""
+"""``fxbraid bench``: the options, and what they mean together; ``fxbraid bench compare``: the regression gate."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from fxbraid.bench.config import BLOCKING, DEFAULT_SCHEDULES, BenchConfig, ConfigError
-from fxbraid.bench.run import run_bench
+from fxbraid.bench.compare import TOLERANCE, CompareError, compare_files
+from fxbraid.bench.config import DEFAULT_SCHEDULES, REAL, UNIT_MS, BenchConfig, ConfigError
+from fxbraid.bench.devices import LINKS
+from fxbraid.bench.entries import BLOCKING, FREE, GROUPS, ORDER
+from fxbraid.bench.run import Outputs, run_bench
 from fxbraid.bench.smollm2_run import SmolConfig
 from fxbraid.bench.smollm2_run import run as run_smollm2
 from fxbraid.runtime.launch import RankError
 
 MODEL_HELP = "qwen2-tiny, llama-tiny, smollm2 (real weights), or the path of a config.json."
 SCHEDULES_HELP = (
-    f"Comma list: fxbraid's names (with {BLOCKING}: same order, blocking collectives) and the class names of "
-    "torch.distributed.pipelining."
+    f"Comma list: fxbraid's names and auto (stp{BLOCKING} is stp's order with blocking collectives, stp{FREE} without "
+    f"any, timing only), the class names of torch.distributed.pipelining, {ORDER}ZBVZeroBubble for a class's order on "
+    f"fxbraid's executor; {', '.join(GROUPS)} stand for many."
 )
-#: Parameters that ``--model smollm2`` has no use for.
-NOT_FOR_SMOLLM2 = ("microbatch_size", "seq", "schedules", "steps", "compile_", "seed")
+LINK_HELP = (
+    f"TP link: {REAL} (gloo on loopback), or emulated: {', '.join(LINKS)}, or alpha,beta in s and bytes/s."
+)
+#: Parameters that ``--model smollm2`` has a use for.
+FOR_SMOLLM2 = ("model", "tp", "pp", "microbatches", "json_", "timeout")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
+@app.callback(invoke_without_command=True)
 def bench(
     ctx: typer.Context,
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "qwen2-tiny",
@@ -34,19 +45,48 @@ def bench(
     ] = None,
     microbatch_size: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 2,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 64,
+    layers: Annotated[int | None, typer.Option(help="Another depth than the model's.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Another width than the model's.")] = None,
     schedules: Annotated[str, typer.Option(help=SCHEDULES_HELP)] = ",".join(DEFAULT_SCHEDULES),
-    steps: Annotated[int, typer.Option(help="Timed rounds: one step of every schedule in each.")] = 10,
+    link: Annotated[str, typer.Option(help=LINK_HELP)] = REAL,
+    pp_link: Annotated[str | None, typer.Option(help="PP link, emulated; like --link by default.")] = None,
+    ratio: Annotated[
+        float | None, typer.Option(help="Set the TP link so that T_AR / T_F of a chunk has this value.")
+    ] = None,
+    compute: Annotated[
+        str, typer.Option(help="real, or modelled: units take their time on an emulated device.")
+    ] = "real",
+    times: Annotated[str, typer.Option(help="Modelled times: equal (T_F = T_I = T_W) or flops.")] = "equal",
+    unit_ms: Annotated[float, typer.Option(help="Modelled ms of a mean attention or MLP forward.")] = UNIT_MS,
+    clock: Annotated[
+        str | None, typer.Option(help="Of the emulation: virtual or paced (modelled compute), wall (real).")
+    ] = None,
+    arithmetic: Annotated[
+        bool, typer.Option("--arithmetic/--timing-only", help="Compute the numbers, or only their times.")
+    ] = True,
+    repeat: Annotated[
+        int | None,
+        typer.Option("--repeat", "--steps", help="Timed rounds, a step of each schedule (10; virtual: 2)."),
+    ] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Compile with Inductor, not eager.")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a line per schedule to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture to this file (needs matplotlib).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and the tokens.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which the ranks are ended.")] = 900.0,
 ) -> None:
     """Train one model under fxbraid and under torch.distributed.pipelining, check that all give the same loss
     and gradients as one process, and print what each costs. Exits with 1 where they differ."""
-    console = Console(quiet=int(os.environ.get("RANK", "0")) != 0)
+    if ctx.invoked_subcommand is not None:
+        return
+    console = Console(quiet=int(os.environ.get("RANK", "0")) != 0, emoji=False)
+    if not console.is_terminal:
+        console.width = 150  # a log cuts no column off
     try:
         if model == "smollm2":
-            _refuse_given(ctx, NOT_FOR_SMOLLM2)
+            _refuse_given(ctx)
             smol = SmolConfig(
                 pp=pp,
                 tps=(1, 3) if tp is None else (tp,),
@@ -54,6 +94,8 @@ def bench(
             )
             good = run_smollm2(smol, console, json_, timeout)
         else:
+            if repeat is None:
+                repeat = 2 if compute == "modelled" and clock in (None, "virtual") else 10
             config = BenchConfig(
                 model=model,
                 tp=2 if tp is None else tp,
@@ -61,12 +103,22 @@ def bench(
                 microbatches=8 if microbatches is None else microbatches,
                 microbatch_size=microbatch_size,
                 seq=seq,
+                layers=layers,
+                hidden=hidden,
                 schedules=tuple(name.strip() for name in schedules.split(",") if name.strip()),
-                steps=steps,
+                steps=repeat,
                 compile=compile_,
                 seed=seed,
+                link=link,
+                pp_link=pp_link,
+                compute=compute,  # type: ignore[arg-type]
+                times=times,  # type: ignore[arg-type]
+                unit_ms=unit_ms,
+                ratio=ratio,
+                clock=clock,
+                arithmetic=arithmetic,
             )
-            good = run_bench(config, console, json_, timeout)
+            good = run_bench(config, console, Outputs(json_, csv, plot), timeout)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     except RankError as error:
@@ -76,9 +128,58 @@ def bench(
         raise typer.Exit(1)
 
 
-def _refuse_given(ctx: typer.Context, names: tuple[str, ...]) -> None:
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="What --json wrote before.")],
+    new: Annotated[Path, typer.Argument(help="What --json wrote now.")],
+    tolerance: Annotated[str, typer.Option(help="How much slower is fine, such as 5%.")] = f"{TOLERANCE:.0%}",
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="The schedule that times are relative to (default: a blocking one or torch's)."),
+    ] = None,
+) -> None:
+    """The regression gate: exits with 1 where NEW is slower than OLD by more than the tolerance and the spread,
+    where losses or gradients no longer agree, or where a schedule is gone. Refuses files of different runs."""
+    try:
+        found = compare_files(_read(old), _read(new), _fraction(tolerance), baseline)
+    except CompareError as error:
+        raise typer.BadParameter(str(error)) from error
+    for change in found.changes:
+        unit = "ms" if found.baseline is None else f"x {found.baseline}"
+        was, now = (v * (1e3 if found.baseline is None else 1) for v in (change.old, change.new))
+        typer.echo(f"{change.name}: {was:.3f} -> {now:.3f} {unit} (spread {100 * change.spread:.1f} %)")
+    for problem in found.problems:
+        typer.echo(f"WORSE: {problem}")
+    if not found.ok:
+        raise typer.Exit(1)
+    typer.echo(f"No worse: {len(found.changes)} schedules within {tolerance} and their spread.")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CompareError(f"{path} cannot be read as JSON: {error}") from error
+    return content
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 10:
+        raise CompareError(f"--tolerance {text} is no share; write 5% or 0.05")
+    return value
+
+
+def _refuse_given(ctx: typer.Context) -> None:
     """An option that would be ignored is an error, not a silence."""
-    given = [n for n in names if getattr(ctx.get_parameter_source(n), "name", "") == "COMMANDLINE"]
+    given = [
+        name
+        for name in ctx.params
+        if name not in FOR_SMOLLM2 and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
     if given:
         options = ", ".join(f"--{name.rstrip('_').replace('_', '-')}" for name in given)
         raise ConfigError(

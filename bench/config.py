@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
+
+from transformers import PretrainedConfig
 
 from fxbraid import schedule
+from fxbraid.bench.devices import LINKS, parse_link
+from fxbraid.bench.entries import GROUPS, Entry, expand, parse
 from fxbraid.bench.models import load_config
 from fxbraid.bench.pippy import SCHEDULES
 
@@ -19,7 +23,10 @@ DEFAULT_SCHEDULES = (
     "Schedule1F1B",
     "ScheduleInterleaved1F1B",
 )
-BLOCKING = ":blocking"
+REAL = "real"
+Compute = Literal["real", "modelled"]
+Shape = Literal["equal", "flops"]
+UNIT_MS = 2.0
 
 
 class ConfigError(ValueError):
@@ -28,7 +35,14 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """One bench run. Travels to the ranks by pickle."""
+    """One bench run. Travels to the ranks by pickle.
+
+    layers, hidden: None leaves the model's depth and width (the MLP's width follows). link, pp_link: "real" is gloo on
+    loopback; else emulated (``devices.parse_link``), pp_link like link where None. compute: "modelled" gives every
+    unit its time on the device clock, by ``times``; unit_ms: of the mean attention or MLP forward. ratio: T_AR / T_F
+    of every chunk, sets the TP link. clock: of the emulation (None: virtual where compute is modelled, else wall).
+    arithmetic: False leaves the numbers out (timing only). steps: timed rounds, one step of every schedule in each.
+    """
 
     model: str = "qwen2-tiny"
     tp: int = 2
@@ -36,10 +50,20 @@ class BenchConfig:
     microbatches: int = 8
     microbatch_size: int = 2
     seq: int = 64
+    layers: int | None = None
+    hidden: int | None = None
     schedules: tuple[str, ...] = DEFAULT_SCHEDULES
     steps: int = 10
     compile: bool = False
     seed: int = 0
+    link: str = REAL
+    pp_link: str | None = None
+    compute: Compute = "real"
+    times: Shape = "equal"
+    unit_ms: float = UNIT_MS
+    ratio: float | None = None
+    clock: str | None = None
+    arithmetic: bool = True
 
     @property
     def world_size(self) -> int:
@@ -53,38 +77,64 @@ class BenchConfig:
     def tokens(self) -> int:
         return self.batch * self.seq
 
+    @property
+    def emulated(self) -> bool:
+        """Is anything about time modelled?"""
+        return self.link != REAL or self.ratio is not None or self.compute == "modelled"
 
-def is_torch(name: str) -> bool:
-    return name in SCHEDULES
+    @property
+    def modelled(self) -> bool:
+        return self.compute == "modelled"
+
+    @property
+    def clock_name(self) -> str:
+        """ "loopback" where nothing is emulated, or the emulation's clock."""
+        if not self.emulated:
+            return "loopback"
+        return self.clock or ("virtual" if self.modelled else "wall")
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Raises ``ScheduleError`` for a name that stands for nothing."""
+        return tuple(parse(name) for name in expand(self.schedules))
+
+    def hf(self, **more: Any) -> PretrainedConfig:
+        """The model's configuration in these sizes, with ``more`` changed. Raises ``ValueError`` or ``OSError``."""
+        if self.layers is not None:
+            more = {"num_hidden_layers": self.layers, **more}
+        if self.hidden is not None:
+            plain = load_config(self.model)
+            more["hidden_size"] = self.hidden
+            more["intermediate_size"] = (
+                round(plain.intermediate_size * self.hidden / plain.hidden_size / 8) * 8
+            )
+        return load_config(self.model, **more)
 
 
-def split_name(name: str) -> tuple[str, bool]:
-    """fxbraid's schedule and whether it is braided: "stp:blocking" -> ("stp", False)."""
-    return name.removesuffix(BLOCKING), not name.endswith(BLOCKING)
+def skip_reason(config: BenchConfig, entry: Entry) -> str | None:
+    """Why ``entry`` cannot run with this many micro-batches, or None."""
+    if entry.engine == "fxbraid":
+        return None
+    return SCHEDULES[entry.schedule].refuses(config.pp, config.microbatches)
 
 
-def skip_reason(config: BenchConfig, name: str) -> str | None:
-    """Why torch's class ``name`` cannot run with this many micro-batches, or None."""
-    return SCHEDULES[name].refuses(config.pp, config.microbatches) if is_torch(name) else None
-
-
-def n_chunks(config: BenchConfig, name: str) -> int:
-    if is_torch(name):
-        return config.pp * SCHEDULES[name].chunks_per_rank
-    return schedule.build(split_name(name)[0], p=config.pp, m=config.microbatches).n_chunks
+def n_chunks(config: BenchConfig, entry: Entry) -> int:
+    if entry.engine != "fxbraid":
+        return config.pp * SCHEDULES[entry.schedule].chunks_per_rank
+    return schedule.build(entry.schedule, p=config.pp, m=config.microbatches).n_chunks
 
 
 def check_config(config: BenchConfig) -> None:
     """Raise ``ConfigError`` for whatever would fail in the ranks."""
-    for option in ("tp", "pp", "microbatches", "microbatch_size", "steps"):
-        if (value := getattr(config, option)) < 1:
+    for option in ("tp", "pp", "microbatches", "microbatch_size", "steps", "layers", "hidden"):
+        if (value := getattr(config, option)) is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} is {value}; give a number that is at least 1")
     if config.seq < 2:
         raise ConfigError(f"--seq is {config.seq}; give at least 2, since each token predicts the next one")
     if not config.schedules:
         raise ConfigError(f"--schedules names none; give some of {', '.join(DEFAULT_SCHEDULES)}")
+    _check_emulation(config)
     try:
-        hf = load_config(config.model)
+        hf = config.hf()
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     check_tp(hf, config.tp)
@@ -93,8 +143,56 @@ def check_config(config: BenchConfig) -> None:
             raise ConfigError(
                 f"{key} is {value}, and random losses cannot be compared; set it to 0 in the config"
             )
-    for name in config.schedules:
-        _check_schedule(config, name, int(hf.num_hidden_layers))
+    try:
+        entries = config.entries()
+    except schedule.ScheduleError as error:
+        raise ConfigError(f"--schedules: {error}") from error
+    for entry in entries:
+        _check_entry(config, entry, int(hf.num_hidden_layers))
+
+
+def _check_emulation(config: BenchConfig) -> None:
+    """Do link, compute, ratio and clock make sense together?"""
+    for option, known in (("compute", get_args(Compute)), ("times", get_args(Shape))):
+        if (value := getattr(config, option)) not in known:
+            raise ConfigError(f"--{option} {value} is not one of {', '.join(known)}")
+    for option in ("link", "pp_link"):
+        text = getattr(config, option)
+        if text not in (None, REAL):
+            try:
+                parse_link(text)
+            except ValueError as error:
+                raise ConfigError(f"--{option.replace('_', '-')}: {error}") from error
+    if config.ratio is not None and not 0 <= config.ratio < float("inf"):
+        raise ConfigError(f"--ratio is {config.ratio:g}; give T_AR / T_F, 0 or more, such as 0.37")
+    if not 0 < config.unit_ms < float("inf"):
+        raise ConfigError(f"--unit-ms is {config.unit_ms:g}; give milliseconds above 0")
+    if not config.emulated:
+        for option, value in (("--clock", config.clock), ("--pp-link", config.pp_link)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} {value} is for emulated links and modelled compute, and here both are real; add "
+                    f"--link {', '.join(LINKS)} or alpha,beta, --ratio, or --compute modelled"
+                )
+    if config.modelled and config.clock == "wall":
+        raise ConfigError(
+            "--clock wall runs units for as long as they really take; use --clock virtual or paced with --compute "
+            "modelled"
+        )
+    if config.emulated and not config.modelled and config.clock in ("virtual", "paced"):
+        raise ConfigError(
+            f"--clock {config.clock} counts modelled times, and --compute real has none; use --clock wall, or "
+            "--compute modelled"
+        )
+    if config.clock not in (None, "virtual", "paced", "wall"):
+        raise ConfigError(f"--clock {config.clock} is not one of virtual, paced, wall")
+    if not config.arithmetic and not config.modelled:
+        raise ConfigError("--timing-only leaves nothing to time with real compute; add --compute modelled")
+    if config.modelled and config.link == REAL and config.ratio is None:
+        raise ConfigError(
+            "--compute modelled needs a link that is modelled as well: give --ratio 0.37, or --link "
+            f"{', '.join(LINKS)} or alpha,beta"
+        )
 
 
 def check_tp(hf: Any, tp: int) -> None:
@@ -111,15 +209,21 @@ def check_tp(hf: Any, tp: int) -> None:
             raise ConfigError(f"{size} {what} are not divisible by --tp {tp}; use --tp {' or '.join(fits)}")
 
 
-def _check_schedule(config: BenchConfig, name: str, layers: int) -> None:
+def _check_entry(config: BenchConfig, entry: Entry, layers: int) -> None:
     try:
-        chunks = n_chunks(config, name)
+        chunks = n_chunks(config, entry)
     except schedule.ScheduleError as error:
         raise ConfigError(
-            f"--schedules: {error}; torch's classes go by their names: {', '.join(SCHEDULES)}"
+            f"--schedules: {error}; torch's classes go by their names: {', '.join(SCHEDULES)}; "
+            f"{', '.join(GROUPS)} stand for many"
         ) from error
     if chunks > layers:
         raise ConfigError(
-            f"{name} on --pp {config.pp} wants {chunks} chunks, and {config.model} has {layers} layers; "
-            f"use a smaller --pp, a deeper model, or --schedules without it"
+            f"{entry.name} on --pp {config.pp} wants {chunks} chunks, and {config.model} has {layers} layers; "
+            f"use a smaller --pp, more --layers, or --schedules without it"
+        )
+    if entry.engine == "torch" and not config.arithmetic:
+        raise ConfigError(
+            f"{entry.name} is torch's own class, which cannot leave its arithmetic out; drop --timing-only, or take "
+            f"order:{entry.name.removeprefix('Schedule')}"
         )

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from fxbraid.bench.config import BenchConfig, is_torch, split_name
+import fxbraid
+from fxbraid import schedule as schedules
+from fxbraid.bench.config import BenchConfig
+from fxbraid.bench.devices import Times, spend_in
+from fxbraid.bench.entries import AUTO, Entry
 from fxbraid.bench.memory import SavedTensors
+from fxbraid.bench.orders import torch_order
 from fxbraid.bench.parity import Part, dtensor_part
-from fxbraid.bench.pippy import SCHEDULES, TorchPipeline
+from fxbraid.bench.pippy import SCHEDULES, TorchPipeline, compile_layers
+from fxbraid.bench.stages import StageModule, split_layers
+from fxbraid.decide import Decision
+from fxbraid.model import BraidedModel
+from fxbraid.schedule import Placement, Schedule
+from fxbraid.variant import automatic, variant
 
 Batch = Mapping[str, Tensor]
 
@@ -22,6 +34,7 @@ class Engine(Protocol):
 
     label: str
     memory_source: str
+    note: str
 
     def step(self, batch: Batch) -> Tensor:
         """Forward and backward of the whole batch; adds to the gradients; the loss, on every rank."""
@@ -36,11 +49,30 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """A schedule class of torch.distributed.pipelining."""
+    """A schedule class of torch.distributed.pipelining; with ``times``, its stages spend them."""
 
     memory_source = "live storages that autograd saved, parameters excluded (saved_tensors_hooks)"
 
-    def __init__(self, model: PreTrainedModel, name: str, config: BenchConfig, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        config: BenchConfig,
+        mesh: DeviceMesh,
+        times: Times | None = None,
+    ) -> None:
+        self.label, self.note = "torch", ""
+        prepare: Callable[[StageModule], None] | None = None
+        if times is not None:
+            prepare = partial(spend_in, times=times)
+        if config.compile:
+            if SCHEDULES[name].splits_backward:
+                self.label = "torch eager"
+            elif times is not None:  # a compiled layer would spend its time while it is traced
+                self.label = "torch eager"
+                self.note = "eager, since modelled times cannot be spent in compiled layers"
+            else:
+                prepare = compile_layers
         self._pipeline = TorchPipeline(
             model,
             name,
@@ -48,13 +80,8 @@ class TorchEngine:
             n_microbatches=config.microbatches,
             microbatch_size=config.microbatch_size,
             seq_len=config.seq,
+            prepare=prepare,
         )
-        self.label = "torch"
-        if config.compile:
-            if SCHEDULES[name].splits_backward:  # would run its compiled backward twice
-                self.label = "torch eager"
-            else:
-                self._pipeline.compile()
 
     def step(self, batch: Batch) -> Tensor:
         return self._pipeline.step(**batch)
@@ -74,43 +101,29 @@ class TorchEngine:
 
 
 class BraidEngine:
-    """``fxbraid.braid``."""
+    """A ``BraidedModel``. ``shapes``: of the unsplit model's parameters."""
 
     memory_source = "fxbraid's own measurement (BraidedModel.measure_peak)"
 
     def __init__(
-        self, model: PreTrainedModel, name: str, config: BenchConfig, mesh: DeviceMesh, batch: Batch
+        self, model: Any, shapes: Mapping[str, tuple[int, ...]], tp: tuple[int, int], label: str, note: str
     ) -> None:
-        import fxbraid
-
-        schedule, braided = split_name(name)
-        self._shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-        self._tp = (mesh["tp"].get_local_rank(), mesh["tp"].size())
-        self._model: Any = fxbraid.braid(
-            model,
-            dict(batch),
-            device_mesh=mesh,
-            n_microbatches=config.microbatches,
-            schedule=schedule,
-            compile="unit" if config.compile else False,
-            braided=braided,
-        )
-        self.label = "fxbraid"
+        self.model, self.label, self.note = model, label, note
+        self._shapes, self._tp = shapes, tp
 
     def step(self, batch: Batch) -> Tensor:
-        loss: Tensor = self._model.step(**batch)
+        loss: Tensor = self.model.step(**batch)
         return loss
 
     def zero_grad(self) -> None:
-        self._model.zero_grad()
+        self.model.zero_grad()
 
     def parts(self) -> Iterator[Part]:
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             yield shard_part(name, parameter.grad, tuple(parameter.shape), self._shapes.get(name), self._tp)
 
     def peak_bytes(self, batch: Batch) -> int | None:
-        measure = getattr(self._model, "measure_peak", None)
-        return None if measure is None else int(measure(**batch))
+        return int(self.model.measure_peak(**batch))
 
 
 def shard_part(
@@ -121,10 +134,75 @@ def shard_part(
     return Part(name, grad, cut[0], *tp) if cut else Part(name, grad)
 
 
-def make_engine(
-    model: PreTrainedModel, name: str, config: BenchConfig, mesh: DeviceMesh, batch: Batch
-) -> Engine:
-    """Takes over ``model``. Collective."""
-    if is_torch(name):
-        return TorchEngine(model, name, config, mesh)
-    return BraidEngine(model, name, config, mesh, batch)
+class Workshop:
+    """Makes engines on one mesh. fxbraid's with the same placement of chunks share one build (``fxbraid.variant``).
+
+    ``new_model`` gives the unsplit model with fresh, equal weights. ``times``: modelled ones; then every chunk has the
+    same number of layers, as torch's stages have. All methods are collective.
+    """
+
+    def __init__(
+        self,
+        config: BenchConfig,
+        mesh: DeviceMesh,
+        new_model: Callable[[], PreTrainedModel],
+        *,
+        times: Times | None = None,
+    ) -> None:
+        self._config, self._mesh, self._new_model, self._times = config, mesh, new_model, times
+        self._built: dict[Placement, BraidedModel] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def make(self, entry: Entry, batch: Batch, m: int) -> Engine:
+        """The engine of ``entry`` for ``batch``, of ``m`` micro-batches."""
+        if entry.engine == "torch":
+            config = replace(self._config, microbatches=m)
+            return TorchEngine(self._new_model(), entry.schedule, config, self._mesh, self._times)
+        p, note, decision = self._config.pp, "", None
+        if entry.engine == "order":
+            order = torch_order(entry.schedule, p, m)
+            made, note = order.schedule, order.source
+        elif entry.schedule == AUTO:
+            decision = self._decide(batch, m)
+            made, note = decision.schedule, decision.choice.lines[0]
+        else:
+            made = schedules.build(entry.schedule, p=p, m=m)
+        twin = variant(
+            self._base(made, batch),
+            made,
+            dict(batch),
+            collectives=entry.collectives,
+            braided=entry.engine == "fxbraid",
+            decision=decision,
+        )
+        tp = (self._mesh["tp"].get_local_rank(), self._mesh["tp"].size())
+        return BraidEngine(twin, self._shapes, tp, entry.engine, note)
+
+    def _decide(self, batch: Batch, m: int) -> Decision:
+        """``auto``, at the costs of now."""
+
+        def other(placement: Placement) -> BraidedModel:
+            name = {1: "1f1b", 2: "interleaved_1f1b" if placement.kind == "loop" else "zbv"}[placement.v]
+            return self._base(schedules.build(name, p=placement.p, m=m), batch)
+
+        first = other(schedules.build("zbv", p=self._config.pp, m=m).placement)
+        return automatic(first, m, other)
+
+    def _base(self, made: Schedule, batch: Batch) -> BraidedModel:
+        """The model with chunks placed as ``made`` has them: traced, sharded and compiled once."""
+        if made.placement not in self._built:
+            model = self._new_model()
+            self._shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+            layers = int(model.config.num_hidden_layers)
+            self._built[made.placement] = fxbraid.braid(
+                model,
+                dict(batch),
+                device_mesh=self._mesh,
+                n_microbatches=made.m,
+                schedule=made,
+                compile="unit" if self._config.compile else False,
+                split=[len(part) for part in split_layers(layers, made.n_chunks)]
+                if self._times is not None
+                else "auto",
+            )
+        return self._built[made.placement]

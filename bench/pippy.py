@@ -87,7 +87,8 @@ class TorchPipeline:
     """One rank's share of ``model`` under one torch schedule.
 
     ``mesh`` has the axes "pp" and "tp". The model's parameters become this object's; with TP its layers are
-    sharded in place, so every pipeline needs a model of its own, with equal weights on all ranks.
+    sharded in place, so every pipeline needs a model of its own, with equal weights on all ranks. ``prepare`` changes
+    each stage's module before the schedule sees it.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class TorchPipeline:
         n_microbatches: int,
         microbatch_size: int,
         seq_len: int,
+        prepare: Callable[[StageModule], None] | None = None,
     ) -> None:
         kind = SCHEDULES[schedule]
         self._pp: dist.ProcessGroup = mesh["pp"].get_group()
@@ -115,6 +117,8 @@ class TorchPipeline:
         for index in (i for i in range(n_stages) if self._owner[i] == rank):
             module = StageModule(model, cuts[index], first=index == 0, last=index == n_stages - 1)
             parallelize(module, styles, mesh["tp"])
+            if prepare is not None:
+                prepare(module)
             self.modules.append(module)
             shapes = _boundary(base.config, module, microbatch_size, seq_len)
             device = next(module.parameters()).device
@@ -152,12 +156,6 @@ class TorchPipeline:
         dist.broadcast(loss, group=self._pp, group_src=self._owner[-1])
         return loss
 
-    def compile(self) -> None:
-        """Compile every decoder layer with Inductor, in place. Not for schedules that split the backward."""
-        for module in self.modules:
-            for layer in module.body.layers:
-                layer.compile()
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters (DTensors where sharded) under Hugging Face's names, each once.
 
@@ -193,6 +191,61 @@ class TorchPipeline:
         module = self.modules[0] if self._first else self.modules[-1]
         weight: nn.Parameter = module.body.embed_tokens.weight if self._first else module.head.weight
         return weight
+
+
+def try_compiled(name: str) -> str:
+    """In one rank: run torch's class ``name`` on a tiny model with compiled layers, by ``torch.compile(layer)`` and by
+    ``layer.compile()``. How each ended, as the end of a sentence (see DESIGN section 9)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from fxbraid.bench.models import build_model, load_config, make_batch
+    from fxbraid.runtime.launch import process_group
+
+    config = load_config(
+        "llama-tiny", num_hidden_layers=2, hidden_size=32, intermediate_size=48, vocab_size=64
+    )
+    batch = make_batch(64, 2, 8, 0)
+
+    def gradients(prepare: Callable[[StageModule], None] | None) -> list[Tensor]:
+        pipeline = TorchPipeline(
+            build_model(config, 0),
+            name,
+            mesh=mesh,
+            n_microbatches=2,
+            microbatch_size=1,
+            seq_len=8,
+            prepare=prepare,
+        )
+        for _ in range(2):
+            pipeline.zero_grad()
+            pipeline.step(**batch)
+        return [p.grad for _, p in pipeline.named_parameters() if p.grad is not None]
+
+    with process_group(timeout_s=60, device_type="cpu"):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp"))
+        eager = gradients(None)
+        ended = []
+        for how, prepare in (("torch.compile(layer)", _wrap_layers), ("layer.compile()", compile_layers)):
+            try:
+                pairs = list(zip(gradients(prepare), eager, strict=True))
+                worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+                said = f"gives gradients within {worst:.0e} of eager"
+            except Exception as error:  # whatever it is: the question is how it fails
+                text = " ".join(str(error).split())
+                said = f"fails with {type(error).__name__}: {text[:160]}{'...' if len(text) > 160 else ''}"
+            ended.append(f"with {how} it {said}")
+    return "; ".join(ended)
+
+
+def compile_layers(module: StageModule) -> None:
+    """Compile every decoder layer in place."""
+    for layer in module.body.layers:
+        layer.compile()
+
+
+def _wrap_layers(module: StageModule) -> None:
+    for index, layer in enumerate(module.body.layers):
+        module.body.layers[index] = torch.compile(layer)
 
 
 def _placement(kind: TorchSchedule, p: int) -> list[int]:

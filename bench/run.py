@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,65 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 
 from fxbraid.bench.config import BenchConfig, ConfigError, check_config
+from fxbraid.bench.pippy import SCHEDULES, try_compiled
+from fxbraid.bench.plot import check_plot, plot
 from fxbraid.bench.ranks import MARK, Progress, Result, run_ranks
-from fxbraid.bench.table import as_json, make_table, verdict
+from fxbraid.bench.record import as_csv, as_json
+from fxbraid.bench.table import make_table, verdict
 from fxbraid.runtime.launch import launch, under_torchrun
 
 
-def run_bench(config: BenchConfig, console: Console, json_path: Path | None, timeout_s: float) -> bool:
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Files to write, each None for not."""
+
+    json: Path | None = None
+    csv: Path | None = None
+    plot: Path | None = None
+
+
+def run_bench(config: BenchConfig, console: Console, outputs: Outputs, timeout_s: float) -> bool:
     """Check, run, print and write; whether all engines agree."""
     check_config(config)
+    if outputs.plot is not None:
+        check_plot(outputs.plot)
     check_world(config.world_size, f"--tp {config.tp} x --pp {config.pp}")
     with progress_bar(console) as show:
         if under_torchrun():
             result = run_ranks(config, show)
         else:
             result = run_local(run_ranks, (config,), config.world_size, show, console, timeout_s)[0]
-    _print(config, result, console)
-    if json_path is not None and not console.quiet:
-        write_json(json_path, as_json(config, result))
+            result = _with_failures(config, result, timeout_s)
+    console.print(make_table(config, result))
+    console.print(verdict(config, result), markup=False, highlight=False)
+    if not console.quiet:
+        _write(config, result, outputs)
     return result.ok
+
+
+def _with_failures(config: BenchConfig, result: Result, timeout_s: float) -> Result:
+    """Say of torch's schedules that ran eagerly, because they split the backward, how they fail compiled: each is
+    tried in a process of its own."""
+    rows = []
+    for row in result.rows:
+        tried = config.compile and row.samples_s and row.name in SCHEDULES
+        if tried and SCHEDULES[row.name].splits_backward:
+            said = launch(try_compiled, (row.name,), nproc=1, timeout_s=timeout_s, on_line=lambda *_: None)[0]
+            row = replace(
+                row, note=f"runs eagerly here, since it splits the backward; tried on one rank, {said}"
+            )
+        rows.append(row)
+    return replace(result, rows=tuple(rows))
+
+
+def _write(config: BenchConfig, result: Result, outputs: Outputs) -> None:
+    content = as_json(config, result)
+    if outputs.json is not None:
+        write_json(outputs.json, content)
+    if outputs.csv is not None:
+        outputs.csv.write_text(as_csv(config, result))
+    if outputs.plot is not None:
+        plot(content, outputs.plot)
 
 
 def check_world(world_size: int, sizes: str) -> None:
@@ -54,13 +96,19 @@ def run_local(
 ) -> list[Any]:
     """``launch``, with the ranks' progress on ``show`` and whatever else they print on the console."""
 
+    return launch(target, args, nproc=nproc, timeout_s=timeout_s, on_line=show_line(show, console))
+
+
+def show_line(show: Progress, console: Console) -> Callable[[int, str], None]:
+    """What ``launch`` does with a rank's line: progress goes to ``show``, anything else to ``console``."""
+
     def on_line(rank: int, line: str) -> None:
         if line.startswith(MARK):
             show(*json.loads(line.removeprefix(MARK)))
         else:
             console.print(f"[rank {rank}] {line}", markup=False, highlight=False)
 
-    return launch(target, args, nproc=nproc, timeout_s=timeout_s, on_line=on_line)
+    return on_line
 
 
 @contextlib.contextmanager
@@ -83,8 +131,3 @@ def progress_bar(console: Console) -> Iterator[Progress]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _print(config: BenchConfig, result: Result, console: Console) -> None:
-    console.print(make_table(config, result))
-    console.print(verdict(result), markup=False, highlight=False)

@@ -20,8 +20,10 @@ from fxbraid import schedule
 from fxbraid.bench import smollm2
 from fxbraid.bench.config import ConfigError, check_tp
 from fxbraid.bench.ranks import Progress, tell
+from fxbraid.bench.record import machine, versions
 from fxbraid.bench.run import check_world, progress_bar, run_local, write_json
-from fxbraid.bench.table import CLOCK, cores, machine, versions
+from fxbraid.bench.table import cores
+from fxbraid.bench.timing import LOOPBACK
 from fxbraid.runtime.launch import process_group, under_torchrun
 
 FIRST_TOL = 1e-6  # relative, the forward and the loss alone
@@ -63,7 +65,7 @@ def run(config: SmolConfig, console: Console, json_path: Path | None, timeout_s:
     good = all(agree(plain, found) for found in losses.values())
     console.print("The losses agree." if good else "THE LOSSES DIFFER.", style=None if good else "bold red")
     if json_path is not None and not console.quiet:
-        content = {"config": asdict(config), "clock": CLOCK, "machine": machine(), "versions": versions()}
+        content = {"config": asdict(config), "clock": LOOPBACK, "machine": machine(), "versions": versions()}
         losses_json = {
             "first_sequence_alone": alone,
             "one_process": plain,
@@ -101,7 +103,7 @@ def agree(plain: Sequence[float], losses: Sequence[float]) -> bool:
 def make_table(config: SmolConfig, plain: Sequence[float], losses: dict[int, list[float]]) -> Table:
     table = Table(
         title=f"SmolLM2-135M, {config.steps} AdamW steps on the standard library's text",
-        caption=f"{CLOCK}, {cores()} cores; {config.microbatches} x {smollm2.SEQ_LEN} tokens a step, "
+        caption=f"{LOOPBACK}, {cores()} cores; {config.microbatches} x {smollm2.SEQ_LEN} tokens a step, "
         f"schedule {config.schedule}; diff: relative, to one process",
         box=box.SIMPLE_HEAD,
     )

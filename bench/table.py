@@ -1,26 +1,106 @@
-"""A bench's result for people (a table) and for machines (JSON)."""
+"""A bench's result for people: a table, and sentences on whether the engines agree."""
 
 from __future__ import annotations
 
 import os
-import platform
 import statistics
-from dataclasses import asdict
-from importlib import metadata
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
 
-from fxbraid.bench.config import BenchConfig, is_torch
-from fxbraid.bench.ranks import GRAD_TOL, LOSS_TOL, WARMUP_STEPS, Result, Row
+from fxbraid.bench.config import BenchConfig
+from fxbraid.bench.entries import BLOCKING, FREE, short
+from fxbraid.bench.pippy import SCHEDULES
+from fxbraid.bench.ranks import ERROR_TOL, GRAD_TOL, LOSS_TOL, Result, Row
+from fxbraid.metrics import eta, eta_max
+from fxbraid.schedule import build
 
-CLOCK = "wall, gloo on loopback"
+SHARES = {"exposed_tp": "exp.\nTP %", "exposed_p2p": "exp.\nP2P %", "bubble": "bubble\n%"}
+
+
+@dataclass(frozen=True, slots=True)
+class Eta:
+    """How much of what blocking collectives cost ``schedule`` hides, from three rows of one run. ``best``: the bound
+    for stp, else None. ``value`` is None where there is nothing to hide."""
+
+    schedule: str
+    value: float | None
+    best: float | None
+
+
+def etas(config: BenchConfig, result: Result) -> list[Eta]:
+    """For every schedule that ran overlapped, blocking and free."""
+    medians = {row.name: statistics.median(row.samples_s) for row in result.rows if row.samples_s}
+    found = []
+    for name, measured in medians.items():
+        blocking, free = medians.get(name + BLOCKING), medians.get(name + FREE)
+        if blocking is not None and free is not None:
+            value, best = eta(blocking, measured, free), None
+            if build(name, p=config.pp, m=config.microbatches).name == "stp" and config.tp > 1:
+                best = eta_max(config.pp, config.microbatches)
+            found.append(Eta(name, value, best))
+    return found
 
 
 def cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of numbers; it is left out where no row has one."""
+
+    heading: str
+    cell: Callable[[Row], str | None]
+
+
+def columns(config: BenchConfig) -> list[Column]:
+    """From step time to parity."""
+
+    def median(row: Row) -> float:
+        return statistics.median(row.samples_s)
+
+    def predicted(row: Row) -> str | None:
+        return None if row.prediction is None else f"{row.prediction.step_s * 1e3:.{_digits(config)}f}"
+
+    def apart(row: Row) -> str | None:
+        return None if row.prediction is None else f"{100 * (median(row) / row.prediction.step_s - 1):+.2f}"
+
+    def share(name: str) -> Callable[[Row], str | None]:
+        return lambda row: f"{100 * row.shares[name]:.1f}" if name in row.shares else None
+
+    def predicted_peak(row: Row) -> str | None:
+        return None if row.prediction is None else f"{row.prediction.peak / 1024:.0f}"
+
+    return [
+        Column("median\nms", lambda row: f"{median(row) * 1e3:.{_digits(config)}f}"),
+        Column("min-max\nms", lambda row: _range(row.samples_s, config)),
+        Column("tokens\n/s", lambda row: f"{config.tokens / median(row):.0f}"),
+        Column("simul.\nms", predicted),
+        Column("diff.\n%", apart),
+        *(Column(heading, share(name)) for name, heading in SHARES.items()),
+        Column("peak\nKiB", lambda row: f"{max(p) / 1024:.0f}" if (p := peaks(row)) else None),
+        Column("simul.\nKiB", predicted_peak),
+        Column("grad\ndiff", lambda row: f"{row.difference.grad:.0e}" if row.difference else None),
+    ]
+
+
+def peaks(row: Row) -> list[int]:
+    """Activation bytes of the ranks that could say."""
+    return [peak for peak in row.peak_bytes if peak is not None]
+
+
+def _digits(config: BenchConfig) -> int:
+    return 2 if config.clock_name == "virtual" else 0
+
+
+def _range(samples: Sequence[float], config: BenchConfig) -> str | None:
+    if config.clock_name == "virtual" and min(samples) == max(samples):
+        return None
+    return f"{min(samples) * 1e3:.0f}-{max(samples) * 1e3:.0f}"
 
 
 def make_table(config: BenchConfig, result: Result) -> Table:
@@ -29,100 +109,64 @@ def make_table(config: BenchConfig, result: Result) -> Table:
         f"m {config.microbatches}, {config.tokens} tokens a step, {'compiled' if config.compile else 'eager'}"
     )
     caption = (
-        f"{CLOCK}, {config.world_size} ranks on {cores()} cores, {config.steps} interleaved rounds; peak: "
-        "activations of the fullest rank; grad diff: max |g - g1| / max |g1|, g1 of the model in one process"
+        f"{result.clock}; compute: {result.times}; {config.world_size} ranks on {cores()} cores, {config.steps} "
+        "interleaved rounds; peak: activations of the fullest rank; grad diff: max |g - g1| / max |g1|, g1 of the "
+        "model in one process"
     )
+    ran = [row for row in result.rows if row.samples_s]
+    shown = [c for c in columns(config) if any(c.cell(row) is not None for row in ran)]
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("schedule", no_wrap=True)
     table.add_column("engine", no_wrap=True)
-    for heading in ("median\nms", "min-max\nms", "tokens\n/s", "peak\nKiB", "grad\ndiff"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for column in shown:
+        table.add_column(column.heading, justify="right", no_wrap=True)
     for row in result.rows:
-        table.add_row(*_cells(config, row), style=None if row.ok else "bold red")
+        name = short(row.name) if row.name in SCHEDULES else row.name
+        if row.samples_s:
+            cells = [column.cell(row) or "-" for column in shown]
+            label = row.label if row.valid else f"{row.label} INVALID"
+        else:
+            cells, label = ["-"] * len(shown), "skipped"
+        table.add_row(name, label, *cells, style=None if row.ok and row.valid else "bold red")
     return table
 
 
-def _cells(config: BenchConfig, row: Row) -> list[str]:
-    name = row.name.removeprefix("Schedule") if is_torch(row.name) else row.name
-    if row.skipped is not None or row.difference is None:
-        return [name, "skipped", *["-"] * 5]
-    median = statistics.median(row.samples_s)
-    peaks = [peak for peak in row.peak_bytes if peak is not None]
-    return [
-        name,
-        row.label,
-        f"{median * 1e3:.0f}",
-        f"{min(row.samples_s) * 1e3:.0f}-{max(row.samples_s) * 1e3:.0f}",
-        f"{config.tokens / median:.0f}",
-        f"{max(peaks) / 1024:.0f}" if peaks else "-",
-        f"{row.difference.grad:.0e}",
-    ]
-
-
-def verdict(result: Result) -> str:
-    """One sentence or more on whether the engines agree."""
+def verdict(config: BenchConfig, result: Result) -> str:
+    """Sentences: what was skipped or is invalid, whether the engines agree, what is hidden."""
     ran = [row for row in result.rows if row.skipped is None]
+    checked = [row for row in ran if row.difference is not None]
     wrong = [row for row in ran if not row.ok]
     lines = [f"{row.name} was skipped: {row.skipped}." for row in result.rows if row.skipped is not None]
+    lines += [
+        f"{row.name} is INVALID: {100 * statistics.median(row.errors):.1f} % of its time is the emulation's own, and "
+        f"{100 * ERROR_TOL:.0f} % is allowed; take longer units (--unit-ms) or fewer ranks."
+        for row in ran
+        if not row.valid
+    ]
+    lines += [f"{row.name}: {row.note}." for row in ran if row.note]
     lines += [
         f"{row.name} differs from one process: loss by {row.difference.loss:.1e} (allowed {LOSS_TOL:.0e}), "
         f"gradients by {row.difference.grad:.1e} (allowed {GRAD_TOL:.0e}) in {row.difference.worst}."
         for row in wrong
         if row.difference is not None
     ]
-    if not wrong:
+    if checked and not wrong:
         lines.append(
-            f"All {len(ran)} give the loss and gradients of the model in one process "
+            f"All {len(checked)} give the loss and gradients of the model in one process "
             f"(loss {result.reference_loss:.6f})."
         )
-    for name, equal in result.bitwise.items():
-        lines.append(f"{name}, braided and blocking: {'bitwise equal' if equal else 'NOT BITWISE EQUAL'}.")
+    if unchecked := [row.name for row in ran if row.timing_only]:
+        lines.append(f"Timing only, numbers not checked: {', '.join(unchecked)}.")
+    for pair, equal in result.bitwise.items():
+        lines.append(f"{pair}: {'bitwise equal' if equal else 'NOT BITWISE EQUAL'}.")
+    lines += [_hidden(found) for found in etas(config, result)]
     return "\n".join(lines)
 
 
-def as_json(config: BenchConfig, result: Result) -> dict[str, Any]:
-    """Everything that was measured and on what."""
-    rows = []
-    for row in result.rows:
-        entry = asdict(row) | {"ok": row.ok}
-        if row.samples_s:
-            median = statistics.median(row.samples_s)
-            entry |= {
-                "median_s": median,
-                "min_s": min(row.samples_s),
-                "max_s": max(row.samples_s),
-                "tokens_per_s": config.tokens / median,
-            }
-        rows.append(entry)
-    return {
-        "config": asdict(config),
-        "clock": CLOCK,
-        "machine": machine(),
-        "versions": versions(),
-        "warmup_steps": WARMUP_STEPS,
-        "tolerance": {"loss": LOSS_TOL, "grad": GRAD_TOL},
-        "parameters": result.parameters,
-        "reference_loss": result.reference_loss,
-        "bitwise_braided_equals_blocking": dict(result.bitwise),
-        "rows": rows,
-        "ok": result.ok,
-    }
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cores": cores(),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "1"),
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("fxbraid", "torch", "transformers"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+def _hidden(found: Eta) -> str:
+    if found.value is None:
+        return f"{found.schedule}: blocking collectives cost nothing here, so there is nothing to hide."
+    bound = ""
+    if found.best is not None:
+        bound = f", eta_max {found.best:.3f}, eta / eta_max {found.value / found.best:.3f}"
+    return f"{found.schedule}: eta {found.value:.3f}{bound}."

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import braid
+    from .api import braid, profile
     from .model import BraidedModel
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
+    from .runtime.profile import Profile
 
 __version__ = "0.1.0"
 
@@ -23,12 +24,15 @@ __all__ = [
     "CaptureError",
     "PartitionError",
     "PlanError",
+    "Profile",
     "UnsupportedError",
     "braid",
+    "profile",
 ]
 
 _HOME = {
-    "braid": "api",
+    **dict.fromkeys(("braid", "profile"), "api"),
+    "Profile": "runtime.profile",
     "BraidedModel": "model",
     **dict.fromkeys(
         ("BraidError", "CaptureError", "PartitionError", "PlanError", "UnsupportedError"), "passes.errors"

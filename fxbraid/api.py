@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import batch as batches
 from . import schedule as schedules
+from .decide import Order, check_order
 from .model import BraidedModel, Options
+from .passes.block import COLLECTIVES, TIMING_ONLY, Collectives
 from .passes.compile import Compile
 from .passes.errors import BraidError
 from .runtime.mesh import make_mesh
+from .runtime.profile import Profile
 from .schedule import Schedule
 
 
@@ -31,9 +35,12 @@ def braid(
     split: str | Sequence[int] = "auto",
     compile: Compile = "unit",
     braided: bool = True,
+    collectives: Collectives | None = None,
     reproducible: bool = False,
     loss_reduction: str = "auto",
     max_programs: int = 8,
+    order: Order | None = None,
+    max_live: int | None = None,
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
 
@@ -45,14 +52,23 @@ def braid(
         device_mesh: a mesh with axes "pp" and "tp"; or give the sizes, not both.
         tp_size, pp_size: a missing one is what the world leaves. With one process both are 1.
         n_microbatches: m, micro-batches per step.
-        schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`.
+        schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`; "auto" measures this
+            model on this machine and takes the fastest of all named schedules and of those that a search makes.
         tp_plan: "auto" (the model's own plan) or a dict of module patterns to "colwise" | "rowwise" | "replicated".
         split: "auto" (layers per chunk balanced by FLOPs, embedding and head included), or the layers of each chunk.
-        compile: "unit" (Inductor, one artefact per distinct unit) or False (eager).
+        compile: "unit" (Inductor, one artefact per distinct unit), "block" (Inductor on whole blocks, with launches and
+            waits pinned; docs/compile.md) or False (eager).
         braided: False runs the same order with blocking collectives and nothing interleaved, for comparison.
+        collectives: "overlap"; "blocking" waits right behind each launch, in the same order of units and with the same
+            results; "free" leaves them out, for timing only: losses and gradients are then wrong, and everything that
+            reports such a model says so. Default: "overlap", or "blocking" where ``braided`` is False.
         reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit.
         loss_reduction: "auto" finds the mean cross entropy; "sum" or "mean" say what another loss is.
         max_programs: how many batch signatures may be traced before another one is refused.
+        order: of units inside a block. "paper"; "costs" measures units and links (:func:`fxbraid.profile`), orders by
+            them and leaves braiding out where it would not pay; a profile, or seconds by unit key, does the same with
+            those. Default: "costs" for ``schedule="auto"``, else "paper". ``report()`` says what was chosen and why.
+        max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
 
     Raises:
         fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
@@ -60,6 +76,12 @@ def braid(
     """
     example_batch = batches.normal(example_batch)
     batches.split(example_batch, n_microbatches)
+    if collectives is None:
+        collectives = "overlap" if braided else "blocking"
+    if collectives not in COLLECTIVES:
+        raise BraidError(f"collectives={collectives!r} is not one of {', '.join(map(repr, COLLECTIVES))}")
+    if collectives == "free":
+        warnings.warn(f'collectives="free" is for {TIMING_ONLY}', stacklevel=2)
     if any(p.is_meta for p in model.parameters()):
         raise BraidError(
             "the model is on the meta device, so it has no weights to shard; load or initialise it first"
@@ -67,22 +89,40 @@ def braid(
     if any(not isinstance(v, Tensor) and isinstance(v, list | dict) for v in example_batch.values()):
         raise BraidError("example_batch holds a list or dict; give tensors or plain constants")
     mesh = make_mesh(device_mesh, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
-    chosen = _schedule(schedule, mesh.pp_size, n_microbatches)
-    if not braided:
-        chosen = schedules.unbraid(chosen)
-    if reproducible:
-        chosen = schedules.reproducible(chosen)
-    schedules.check(chosen)
+    auto = isinstance(schedule, str) and schedule.lower() == "auto"
+    order = check_order(order, auto=auto)
+    chosen = None if auto else _schedule(schedule, mesh.pp_size, n_microbatches)
+    if chosen is not None:
+        if not braided:
+            chosen = schedules.unbraid(chosen)
+        if reproducible and order == "paper":
+            chosen = schedules.reproducible(chosen)
+        schedules.check(chosen)
     options = Options(
         n_microbatches=n_microbatches,
         tp_plan=tp_plan,
         split=split,
         compile=compile,
         braided=braided,
+        collectives=collectives,
         loss_reduction=loss_reduction,
         max_programs=max_programs,
+        order=order,
+        reproducible=reproducible,
+        max_live=max_live,
     )
     return BraidedModel(model, example_batch, mesh, chosen, options)
+
+
+def profile(model: BraidedModel, *, repeats: int = 5, cache: bool = True) -> Profile:
+    """What ``model`` costs on this machine: seconds of every distinct unit, of all-reduces and of messages.
+
+    Every rank calls it and gets the same. Measured once, in a few seconds, and kept in a file (``$FXBRAID_CACHE_DIR``,
+    else the user's cache folder) for this machine, torch, compile mode, world and shapes; ``cache=False`` measures
+    anew and keeps nothing. On an emulated cluster the modelled times and links are taken. ``model.simulate(profile)``
+    and ``braid(order=profile)`` take it.
+    """
+    return model.profile(repeats=repeats, cache=cache)
 
 
 def _schedule(schedule: str | Schedule, p: int, m: int) -> Schedule:

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 #: Commands that live beside what they run.
 COMMANDS = {
-    "bench": ("fxbraid.bench.cli", "bench"),
+    "bench": ("fxbraid.bench.cli", "app"),
     "draw": ("fxbraid.draw.cli", "draw"),
     "plan": ("fxbraid.plan.cli", "plan_command"),
     "simulate": ("fxbraid.simulate.cli", "simulate_command"),
@@ -35,7 +35,11 @@ def mount(arguments: list[str]) -> None:
     asked = next((word for word in arguments if not word.startswith("-")), None)
     for name in [asked] if asked in COMMANDS else COMMANDS:
         module, function = COMMANDS[name]
-        app.command(name)(getattr(import_module(module), function))
+        command = getattr(import_module(module), function)
+        if isinstance(command, typer.Typer):  # with commands of its own
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
 
 
 @app.command()

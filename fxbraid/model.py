@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import batch as batches
+from .decide import Asked, Decision, Order, decide
+from .gradients import Gradients
+from .metrics import StepMetrics
+from .observe import Observed, gather, observed, watch
+from .passes.block import Collectives
 from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
 from .passes.partition import Partition
@@ -22,11 +27,13 @@ from .runtime.costs import CollectiveTime, profile, workload
 from .runtime.engine import Blocks, Engine
 from .runtime.measure import measure_peak
 from .runtime.mesh import Mesh
-from .runtime.unit import GradSlot, accumulate
-from .schedule import Action, Schedule, Step, parts
+from .runtime.profile import Profile, as_profile, make_profile, order_from
+from .runtime.record_step import record
+from .schedule import Action, Placement, Schedule, Step, parts
 from .schedule import Phase as Do
-from .simulate import INSTANT, Link, Result, simulate
+from .simulate import INSTANT, Link, Result, Workload, simulate
 from .state import aliases, constant, register, skeleton, uses
+from .timeline import RankTimeline, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +45,12 @@ class Options:
     split: str | Sequence[int] = "auto"
     compile: Compile = "unit"
     braided: bool = True
+    collectives: Collectives = "overlap"
     loss_reduction: str = "auto"
     max_programs: int = 8
+    order: Order = "paper"
+    reproducible: bool = False
+    max_live: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +74,40 @@ class BraidedModel(nn.Module):
         model: nn.Module,
         example_batch: Mapping[str, Any],
         mesh: Mesh,
-        schedule: Schedule,
+        schedule: Schedule | None,
         options: Options,
     ) -> None:
+        """``schedule``: None is to be chosen, at measured costs."""
         super().__init__()
         self.config = getattr(model, "config", None)
-        self._mesh, self._schedule, self._options = mesh, schedule, options
+        self._mesh, self._options = mesh, options
         self._engines: dict[tuple[batches.Signature, bool], Engine] = {}
         self._artefacts = Artefacts(options.compile)
         # Not an attribute of nn.Module's kind: the skeleton's weights are not this model's parameters.
         self.__dict__["_source"] = skeleton(model)
         self._split: str | Sequence[int] = options.split
         self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
-        lowered = self._lower(example_batch, training=model.training)
+        self._decision: Decision | None = None
+        if schedule is None or options.order != "paper":
+            self._decision = self._decide(example_batch, schedule)
+            schedule = self._decision.schedule
+        self._schedule = schedule
+        if self._decision is not None and model.training:
+            lowered = self._decision.lowered
+        else:
+            lowered = self._lower(example_batch, training=model.training)
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
         self._state = self._take(model, lowered)
-        self._slots = self._make_slots(lowered)
+        self._gradients = Gradients(lowered, self._uses, self._state, mesh, self._schedule)
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
+        self._observed: Observed | None = None
         self._registered = {
             name: (self.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p, p.requires_grad)
             for name, p in self.named_parameters(remove_duplicate=False)
-        }
-        self._tie_groups = {
-            name: mesh.tie_group(schedule.placement.rank_of(chunk) for chunk, _ in self._uses[name])
-            for name in self._tied()
         }
         self.train(model.training)
 
@@ -100,8 +117,17 @@ class BraidedModel(nn.Module):
         """Forward and backward of the whole batch, all micro-batches; gradients add to ``.grad``.
 
         ``batch``: tensors [batch, ...], the same on every rank. Returns the loss of the whole batch, 0-d,
-        detached, the same on every rank. A new shape or keyword is traced and cached.
+        detached, the same on every rank. A new shape or keyword is traced and cached. :attr:`last_step` then says
+        where the time went.
         """
+        return self._step(batch, recorded=False)
+
+    def record(self, **batch: Any) -> Tensor:
+        """:meth:`step`, recorded: every unit, launch, wait and message with its times, for :meth:`timeline` and
+        :meth:`write_timeline`. The program runs node by node, which costs the host some microseconds a node."""
+        return self._step(batch, recorded=True)
+
+    def _step(self, batch: dict[str, Any], *, recorded: bool) -> Tensor:
         if not self.training:
             raise BraidError(
                 "step() trains, but the model is in eval mode; call train() first, or model(**batch)"
@@ -109,12 +135,18 @@ class BraidedModel(nn.Module):
         self._check_unchanged()
         batch = batches.normal(batch)
         engine = self._engine_for(batch, training=True)
+        begun = watch(engine)
         inputs = self._inputs(engine, batch)
-        self._forget_totals()  # of a step that an exception cut short
-        results = engine.run(inputs)
+        self._gradients.forget()  # of a step that an exception cut short
+        recording = record(engine, inputs) if recorded else None
+        results = recording.results if recording is not None else engine.run(inputs)
         self._last = engine
-        self._combine_ties()
-        return self._share(self._total([values[0] for values in results]))
+        self._gradients.combine_ties()
+        loss = self._share(self._total([values[0] for values in results]))
+        self._observed = observed(
+            begun, batch, self._options.collectives, recording, ordered_by=self._ordered_by
+        )
+        return loss
 
     def forward(self, **batch: Any) -> Any:
         """The pipelined forward of the whole batch in eval mode, without gradients.
@@ -147,30 +179,7 @@ class BraidedModel(nn.Module):
         before clipping, 0-d, float32 (float64 for a float64 model), the same on every rank, as
         ``torch.nn.utils.clip_grad_norm_`` does.
         """
-        if norm_type <= 0:
-            raise BraidError(f"norm_type={norm_type} must be above 0")
-        counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and self._counts(name)]
-        device = self._mesh.device
-        infinite = math.isinf(norm_type)
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for grad in counted:
-            if infinite:
-                total = torch.maximum(total, grad.abs().max().double())
-            else:
-                total = total + torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
-        if self._mesh.model_group is not None:
-            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, operation, group=self._mesh.model_group)
-        norm = total if infinite else total ** (1.0 / norm_type)
-        if not any(p.dtype is torch.float64 for p in self.parameters()):
-            norm = norm.float()
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(f"the gradient norm is {float(norm)}; no gradient was scaled")
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
-        return norm
+        return self._gradients.clip(self.named_parameters(), max_norm, norm_type, error_if_nonfinite)
 
     # -- what runs, explained
 
@@ -195,8 +204,35 @@ class BraidedModel(nn.Module):
         return self._plan
 
     def report(self) -> Report:
-        """What was built, in numbers and sentences: ``print(model.report())``."""
-        return make_report(self._last, self._plan, self._mesh, self._options, len(self._artefacts))
+        """What was built, and what the last step was worth: ``print(model.report())``. Local."""
+        last = self._observed.metrics() if self._observed is not None else None
+        choice = self._decision.choice if self._decision is not None else None
+        return make_report(
+            self._last, self._plan, self._mesh, self._options, len(self._artefacts), last, choice
+        )
+
+    @property
+    def last_step(self) -> StepMetrics:
+        """The last :meth:`step` in numbers: ``print(model.last_step)``. Every rank may ask, or only one."""
+        if self._observed is None:
+            raise BraidError("there was no step() yet, so there is nothing to say about it")
+        return self._observed.metrics()
+
+    def timeline(self) -> RankTimeline:
+        """This rank's spans of the last step, if :meth:`record` ran it; in ticks of its clock. Local."""
+        if self._observed is None or self._observed.timeline is None:
+            raise BraidError("the last step was not recorded; call record(**batch) in place of step(**batch)")
+        return self._observed.timeline
+
+    def write_timeline(self, path: str | Path | None = None) -> Timeline:
+        """The spans of all ranks as one timeline, and as one file for Perfetto, chrome://tracing and
+        ``fxbraid draw --measured`` (written by the first rank; None writes none). Collective."""
+        if self._observed is None:
+            raise BraidError("there was no step() yet; call record(**batch) first")
+        timeline = gather(self._observed)
+        if path is not None and self._mesh.pp_rank == self._mesh.tp_rank == 0:
+            timeline.save(path)
+        return timeline
 
     def measure_peak(self, **batch: Any) -> int:
         """Run one step node by node and return the peak of this rank's live activation bytes.
@@ -209,34 +245,71 @@ class BraidedModel(nn.Module):
         inputs = self._inputs(engine, batch)
         before = {p: p.grad.clone() if p.grad is not None else None for p in self.parameters()}
         peak = measure_peak(engine, inputs, held=self._state.values())
-        self._forget_totals()
+        self._gradients.forget()
         for parameter, grad in before.items():
             parameter.grad = grad
         return peak
 
-    def profile(self, *, repeats: int = 5) -> dict[str, float]:
-        """Seconds of every distinct unit of the whole model on this machine, by unit key (local, no
-        communication); what :meth:`simulate` takes."""
-        return profile(self._everything(), self._artefacts, repeats=repeats)
+    def profile(self, *, repeats: int = 5, cache: bool = True) -> Profile:
+        """Seconds of every distinct unit by key, and links: measured once, cached on disk, the same on all ranks;
+        what :meth:`simulate` and ``braid(order=...)`` take. Collective: every rank calls it. See
+        :func:`fxbraid.profile`."""
+        lowered = next((e.lowered for (_, training), e in self._engines.items() if training), None)
+        if lowered is None:
+            lowered = self._lower(self._example, training=True)
+        return make_profile(
+            lowered, self._artefacts, self._mesh, self._schedule, repeats=repeats, cache=cache
+        )
 
     def simulate(
         self,
         seconds: Mapping[str, float] | None = None,
         *,
-        collective: CollectiveTime = lambda _: 0.0,
+        collective: CollectiveTime | None = None,
         link: Link = INSTANT,
     ) -> Result:
         """Predict one training step of all ranks: time, bubble, exposed communication, memory, critical path.
 
-        ``seconds``: by unit key (default: :meth:`profile`). ``collective``: bytes -> seconds of an all-reduce.
-        The order of units, messages and collectives is that of the program. Local: no rank waits for another.
+        ``seconds``: a :class:`Profile`, which brings its links, or seconds by unit key (default: measured here).
+        ``collective``: bytes -> seconds of an all-reduce. The order of units, messages and collectives is that of the
+        program. Local: no rank waits for another.
         """
         lowered = self._everything()
-        times = profile(lowered, self._artefacts) if seconds is None else seconds
-        costs = workload(lowered, times, collective=collective, link=link)
-        return simulate(self._schedule, costs, braided=self._options.braided)
+        times = as_profile(profile(lowered, self._artefacts) if seconds is None else seconds)
+        if self._options.collectives == "free":
+            collective = _free
+        costs = workload(
+            lowered, times, collective=collective or times.all_reduce.seconds, link=link, label=times.label
+        )
+        return simulate(
+            self._schedule,
+            replace(costs, links=times.links(), contention=times.share),
+            braided=self._options.collectives != "blocking",
+            ordered_by=self._ordered_by,
+        )
 
     # -- inside
+
+    @property
+    def _ordered_by(self) -> Workload | None:
+        """The costs that units in blocks are ordered by; None is the paper's order."""
+        return self._decision.ordered_by if self._decision is not None else None
+
+    def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
+        options = self._options
+
+        def lower(placement: Placement) -> Lowered:
+            return self._lower(example_batch, training=True, placement=placement)
+
+        asked = Asked(
+            schedule,
+            options.order,
+            options.n_microbatches,
+            braided=options.braided,
+            reproducible=options.reproducible,
+            max_live=options.max_live,
+        )
+        return decide(asked, self._mesh, self._artefacts, lower)
 
     def _everything(self) -> Lowered:
         """The units of all chunks, also of other ranks, at the shapes of the first training trace."""
@@ -244,18 +317,29 @@ class BraidedModel(nn.Module):
             self.__dict__["_all"] = self._lower(self._example, training=True, everything=True)
         return cast(Lowered, self.__dict__["_all"])
 
-    def _lower(self, batch: Mapping[str, Any], *, training: bool, everything: bool = False) -> Lowered:
+    def _lower(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        training: bool,
+        everything: bool = False,
+        placement: Placement | None = None,
+    ) -> Lowered:
         micro = {k: v[0] for k, v in batches.split(batch, self._options.n_microbatches).items()}
         # Whatever the caller's mode is: a trace without gradients would have none for ever.
         with torch.inference_mode(False), torch.enable_grad():
-            return self._trace(micro, training=training, everything=everything)
+            return self._trace(
+                micro, placement or self._schedule.placement, training=training, everything=everything
+            )
 
-    def _trace(self, micro: Mapping[str, Any], *, training: bool, everything: bool) -> Lowered:
+    def _trace(
+        self, micro: Mapping[str, Any], placement: Placement, *, training: bool, everything: bool
+    ) -> Lowered:
         return lower_model(
             self.__dict__["_source"].train(training),
             micro,
-            n_chunks=self._schedule.n_chunks,
-            only=None if everything else self._schedule.placement.chunks_of(self._mesh.pp_rank),
+            n_chunks=placement.n_chunks,
+            only=None if everything else placement.chunks_of(self._mesh.pp_rank),
             tp_size=self._mesh.tp_size,
             tp_plan=self._options.tp_plan,
             split_layers=self._split,
@@ -270,9 +354,12 @@ class BraidedModel(nn.Module):
             self._schedule if training else forward_only(self._schedule),
             self._mesh,
             state=self._state,
-            slots=self._slots,
+            slots=self._gradients.slots,
             artefacts=self._artefacts,
-            blocking=not self._options.braided,
+            collectives=self._options.collectives,
+            order=order_from(costs, lowered)
+            if training and (costs := self._ordered_by) is not None
+            else None,
         )
 
     def _engine_for(self, batch: Mapping[str, Any], *, training: bool) -> Engine:
@@ -329,11 +416,6 @@ class BraidedModel(nn.Module):
             dist.broadcast(loss, self._mesh.global_rank(source), group=self._mesh.pp_group)
         return loss
 
-    def _forget_totals(self) -> None:
-        for slots in self._slots.values():
-            for slot in slots.values():
-                slot.total = None
-
     def _check_unchanged(self) -> None:
         """The program reads the parameters that ``braid`` made, with the types and ``requires_grad`` of then."""
         for name, (module, leaf, parameter, wanted) in self._registered.items():
@@ -375,37 +457,6 @@ class BraidedModel(nn.Module):
             "state_dict(), and braid() again where it is loaded"
         )
 
-    def _tied(self) -> list[str]:
-        """Parameters with several uses, in an order that is the same on all ranks."""
-        return sorted(name for name, uses in self._uses.items() if len(uses) > 1)
-
-    def _combine_ties(self) -> None:
-        """Sum a tied parameter's gradients over its uses, here and on other ranks."""
-        for name in self._tied():
-            here = [self._slots[c][alias] for c, alias in self._uses[name] if c in self._slots]
-            if not here or not here[0].parameter.requires_grad:
-                continue
-            total: Tensor | None = None
-            for slot in here:
-                if slot.total is not None:
-                    total = slot.total if total is None else total + slot.total
-                slot.total = None
-            if total is None:
-                total = torch.zeros_like(here[0].parameter)
-            group = self._tie_groups[name]
-            if group is not None:
-                total = total.contiguous()
-                dist.all_reduce(total, group=group)
-            accumulate(here[0].parameter, total)
-
-    def _counts(self, name: str) -> bool:
-        """Does this rank count the parameter in a norm over the model?"""
-        if self._plan.tp.params[name].dim is None and self._mesh.tp_rank != 0:
-            return False
-        uses = self._uses.get(name, [])
-        place = self._schedule.placement
-        return len(uses) < 2 or self._mesh.pp_rank == min(place.rank_of(chunk) for chunk, _ in uses)
-
     def _take(self, model: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
         """Copy this rank's shards out of ``model`` and register them under their names."""
         here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
@@ -438,15 +489,9 @@ class BraidedModel(nn.Module):
             state[name] = value
         return state
 
-    def _make_slots(self, lowered: Lowered) -> dict[int, dict[str, GradSlot]]:
-        return {
-            index: {
-                name: GradSlot(parameter, shared=len(self._uses[lowered.canonical[name]]) > 1)
-                for name in lowered.partition.chunks[index].params
-                if isinstance(parameter := self._state[name], nn.Parameter)
-            }
-            for index in lowered.chunks
-        }
+
+def _free(size: int) -> float:
+    return 0.0
 
 
 def forward_only(schedule: Schedule) -> Schedule:

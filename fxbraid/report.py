@@ -6,15 +6,25 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .metrics import StepMetrics
+from .passes.block import TIMING_ONLY, Collectives
 from .passes.cost import nbytes
 from .passes.joint import Phase
 from .passes.marks import is_collective
+from .plan.choose import Choice
 from .runtime.engine import Engine
 from .runtime.mesh import Mesh
 from .schedule import parts
 
 if TYPE_CHECKING:
     from .model import Options, Plan
+
+
+_MODES = {
+    "overlap": "overlapped collectives",
+    "blocking": "blocking collectives",
+    "free": f"NO collectives ({TIMING_ONLY})",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +53,20 @@ class Report:
     artefacts: int
     compile: str
     braided: bool
+    collectives: Collectives
     notes: tuple[str, ...]
+    last_step: StepMetrics | None = None
+    choice: Choice | None = None
 
     def __str__(self) -> str:
         lines = [
             f"fxbraid: {self.sizes}",
-            f"schedule {self.schedule}, {'braided' if self.braided else 'unbraided, blocking collectives'}",
+            f"schedule {self.schedule}, {'braided' if self.braided else 'unbraided'}, {_MODES[self.collectives]}",
+            *(self.choice.lines if self.choice is not None else ()),
             f"layers per chunk: {', '.join(map(str, self.layers_per_chunk))}",
             "blocks of this rank's program: " + ", ".join(f"{n} x {kind}" for kind, n in self.blocks.items()),
-            f"{self.units} units share {self.artefacts} artefacts (compile={self.compile})",
+            f"{self.units} units {'in' if self.compile == 'block' else 'share'} {self.artefacts} artefacts "
+            f"(compile={self.compile})",
         ]
         for chunk in self.chunks:
             phases = "; ".join(
@@ -62,11 +77,21 @@ class Report:
                 f"chunk {chunk.index} (layers {chunk.layers.start} to {chunk.layers.stop - 1}): {phases}; saves "
                 f"{chunk.saved_bytes:,} bytes a micro-batch, hands {chunk.handed_bytes:,} from I to W"
             )
+        if self.last_step is not None:
+            lines.append(str(self.last_step))
         return "\n".join([*lines, *self.notes])
 
 
-def make_report(engine: Engine, plan: Plan, mesh: Mesh, options: Options, artefacts: int) -> Report:
-    """The report of one engine on this rank."""
+def make_report(
+    engine: Engine,
+    plan: Plan,
+    mesh: Mesh,
+    options: Options,
+    artefacts: int,
+    last_step: StepMetrics | None = None,
+    choice: Choice | None = None,
+) -> Report:
+    """The report of one engine on this rank, of the last step, if there was one, and of what was chosen by costs."""
     schedule = engine.schedule
     counts: Counter[str] = Counter()
     for step in schedule.actions[mesh.pp_rank]:
@@ -102,5 +127,8 @@ def make_report(engine: Engine, plan: Plan, mesh: Mesh, options: Options, artefa
         artefacts=artefacts,
         compile=str(options.compile),
         braided=options.braided,
+        collectives=options.collectives,
         notes=plan.tp.notes,
+        last_step=last_step,
+        choice=choice,
     )

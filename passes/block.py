@@ -1,8 +1,8 @@
 """Pass ``braid``: the FX graph of one block, from the units of one to three actions.
 
-Contract: (parts, context) -> :class:`Block`. ``order`` comes from :func:`fxbraid.schedule.weave.weave`; a
-collective is launched right behind the unit that makes its input and waited for right before the first unit that
-reads its result; a boundary value is sent as soon as it exists::
+Contract: (parts, context) -> :class:`Block`. The order comes from :func:`fxbraid.schedule.weave.weave`, or from costs
+(:mod:`fxbraid.schedule.listorder`); a collective is launched right behind the unit that makes its input and waited for
+right before the first unit that reads its result; a boundary value is sent as soon as it exists::
 
     F4 beside B1:   attn4_F = self.attn4_F(F_x0)
                     ar = _c10d_functional.all_reduce(attn4_F)       # launch ARf
@@ -12,8 +12,12 @@ reads its result; a boundary value is sent as soon as it exists::
                     wait = _c10d_functional.wait_tensor(ar)
                     mlp4_F = self.mlp4_F(wait, ...)
 
-``blocking=True`` waits behind every launch: the same units in the same order with nothing hidden, the baseline that
-hiding is measured against.
+``collectives`` says what becomes of them; units and their order are the same in all three, so that hiding can be
+measured (``fxbraid.metrics.eta``):
+
+``overlap``   as above.
+``blocking``  waited for right behind every launch: nothing is hidden. The same results.
+``free``      left out: the local value passes on as if it were the sum. For timing only: the results are wrong.
 
 Inputs and outputs of a block, in the order of its parts (phase F, then I, then W):
 
@@ -36,20 +40,28 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
 
 from ..schedule import Action
 from ..schedule import Phase as Do
+from ..schedule.listorder import CostOrder
 from ..schedule.weave import Strand, weave
+from .boxes import Lines, box_calls
+from .cost import nbytes
 from .joint import Phase
 from .marks import MARKS, is_collective
 from .units import ChunkUnits, Unit
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+Collectives = Literal["overlap", "blocking", "free"]
+COLLECTIVES: tuple[str, ...] = get_args(Collectives)
+#: What everything that reports a run without collectives says.
+TIMING_ONLY = "timing only: TP collectives are left out, so losses and gradients are wrong"
 
 
 def box(*values: torch.Tensor) -> list[torch.Tensor]:
@@ -69,13 +81,22 @@ class BlockContext:
     """What a block's graph refers to by name.
 
     ``modules``: the callable of every unit by label, and of every send by ``send_F{chunk}`` / ``send_I{chunk}``
-    for boundaries that lead to another rank.
+    for boundaries that lead to another rank. ``order``: of units by costs; None is the paper's.
     """
 
     chunks: Mapping[int, ChunkUnits]
     modules: Mapping[str, nn.Module]
     tp_group: str
-    blocking: bool = False
+    collectives: Collectives = "overlap"
+    order: CostOrder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What ``node.meta["launch"]`` of an all-reduce says: behind which unit it goes out, and how large it is."""
+
+    unit: Unit
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -92,12 +113,17 @@ class Part:
 
 @dataclass(slots=True)
 class Block:
-    """A block's graph and, per part, the names of what goes in and out (``passes.program`` connects them)."""
+    """A block's graph and, per part, the names of what goes in and out (``passes.program`` connects them).
+
+    ``plan``: where ``graph_module`` is compiled pieces (``compile="block"``), the graph of units that they were made
+    of; else None.
+    """
 
     name: str
     graph_module: fx.GraphModule
     inputs: list[list[str]]
     outputs: list[list[str]]
+    plan: fx.GraphModule | None = None
 
     @property
     def code(self) -> str:
@@ -154,9 +180,13 @@ class _Builder:
             outputs.append(names)
             values += results
         self.graph.output(tuple(values))
-        self.graph.on_generate_code(lambda _: unpack_tuples)
+        self.graph.on_generate_code(lambda _: self._code())
         module = fx.GraphModule(_root(self.used), self.graph, class_name="Block")
         return Block(block_name(self.parts), module, self.inputs, outputs)
+
+    def _code(self) -> Lines:
+        box = box_calls({str(n.target) for n in self.graph.nodes if "unit" in n.meta})
+        return lambda body: box(unpack_tuples(body))
 
     # -- inputs
 
@@ -217,14 +247,18 @@ class _Builder:
             )
             for line in self.lines
         ]
-        return weave(strands)
+        order = self.context.order
+        if order is None:
+            return weave(strands)
+        labels = [[unit.label for unit in line.units] for line in self.lines]
+        return order([order.timed(strand, names) for strand, names in zip(strands, labels, strict=True)])
 
     # -- units
 
     def _run(self, line: _Line, unit: Unit) -> None:
         args = tuple(self._value(line, node) for node in unit.args)
         call = self._call(unit.label, args)
-        call.meta["unit"] = unit
+        call.meta["unit"], call.meta["part"] = unit, line.part
         # Gradients of parameters are not among the results: the unit's module adds them up.
         values = [out for out, grad in zip(unit.outs, unit.grads, strict=True) if grad is None]
         for k, out in enumerate(values):
@@ -240,6 +274,9 @@ class _Builder:
         return self.graph.create_node("call_module", name, args, {}, name=name)
 
     def _launch(self, line: _Line, unit: Unit, source: fx.Node, collective: fx.Node) -> None:
+        if self.context.collectives == "free":
+            line.env[collective] = line.env[source]
+            return
         launch = self.graph.create_node(
             "call_function",
             ALL_REDUCE,
@@ -247,8 +284,9 @@ class _Builder:
             {},
             name=f"launch_{unit.label}",
         )
+        launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, nbytes(collective.meta["val"]))
         line.pending[collective] = launch
-        if self.context.blocking:
+        if self.context.collectives == "blocking":
             self._value(line, collective)
 
     def _value(self, line: _Line, node: fx.Node) -> fx.Node:
@@ -269,7 +307,8 @@ class _Builder:
                 continue
             if all(value in line.env for value in values):
                 self.sent.add((line.part, name))
-                self._call(name, tuple(line.env[value] for value in values))
+                call = self._call(name, tuple(line.env[value] for value in values))
+                call.meta["part"] = line.part
 
     def _results(self, i: int, action: Action) -> tuple[list[str], list[object]]:
         line = next(line for line in self.lines if line.part == i)

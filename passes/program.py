@@ -3,14 +3,15 @@
 Contract: (schedule, rank, blocks) -> :class:`Program`. One node per instruction of
 :func:`fxbraid.schedule.lower.lower`; running the program is running its generated code::
 
-    post_F1 = self.post_F1()                        # give the next receive its buffer
+    post_F1 = self.post_F1(0)                       # give the next receive its buffer, slot 0
     [F0_0_for_I, F0_0_for_W] = self.F0(ids_0)       # the send to the next rank is inside
     [F1_0_x0] = self.arrive_F1(post_F1)
     ...
     return [loss_0, loss_1, ...]
 
 Inputs are the user's tensors, each a list with one entry per micro-batch, and ``one``, the gradient of the loss.
-A value is freed behind the last instruction that reads it (FX sets the name to None).
+A value is freed behind the last instruction that reads it (FX sets the name to None). Which slot a receive gets is
+said by pass ``buffers``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..schedule import Action, Schedule, parts
 from ..schedule import Phase as Do
 from ..schedule.lower import Arrive, Message, Post, Run, lower
 from .block import Block, block_name, unpack_tuples
+from .buffers import Call, Layout, Received, assign
 from .units import ChunkUnits
 
 ONE = "one"
@@ -33,10 +35,11 @@ ONE = "one"
 @dataclass(frozen=True, slots=True)
 class Program:
     """``graph_module(*inputs)`` returns one list: the outputs of the last chunk per micro-batch, in order (empty
-    on ranks without it). ``inputs`` names the placeholders."""
+    on ranks without it). ``inputs`` names the placeholders; ``slots`` are the layouts of the receive buffers."""
 
     graph_module: fx.GraphModule
     inputs: tuple[str, ...]
+    slots: tuple[Layout, ...] = ()
 
 
 def program(
@@ -47,7 +50,10 @@ def program(
     block: Callable[[tuple[Action, ...]], Block],
     modules: dict[str, nn.Module],
 ) -> Program:
-    """``block(parts)`` gives the block of a step's actions; ``modules`` the receives, ``post_*`` and ``arrive_*``."""
+    """``block(parts)`` gives the block of a step's actions; ``modules`` the receives, ``post_*`` and ``arrive_*``.
+
+    With a module ``release`` among them, the program says when nothing reads a slot any more: ``self.release(0)``,
+    which fills it with NaN, so that a reader that was overlooked does not go unnoticed."""
     return _Builder(schedule, rank, chunks, block, modules).build()
 
 
@@ -67,6 +73,8 @@ class _Builder:
         self.env: dict[tuple[str, int, int, str], fx.Node] = {}
         self.posted: dict[Message, fx.Node] = {}
         self.inputs: dict[str, fx.Node] = {}
+        self.received: list[Received] = []
+        self.calls: dict[fx.Node, Call] = {}
 
     def build(self) -> Program:
         names = [n for c in sorted(self.chunks) for n in self.chunks[c].joint.inputs]
@@ -89,8 +97,25 @@ class _Builder:
                 [self.env["y", last, mb, f"y{k}"] for k in range(width)] for mb in range(self.schedule.m)
             ]
         self.graph.output(results)
+        layouts = self._slots()
         self.graph.on_generate_code(lambda _: unpack_tuples)
-        return Program(fx.GraphModule(self.root, self.graph, class_name="Program"), tuple(self.inputs))
+        module = fx.GraphModule(self.root, self.graph, class_name="Program")
+        return Program(module, tuple(self.inputs), layouts)
+
+    def _slots(self) -> tuple[Layout, ...]:
+        """Give every receive its slots."""
+        slots = assign(self.graph, self.received, self.calls, self.chunks)
+        for post, which in slots.of.items():
+            post.args = tuple(which)
+        if "release" in self.modules:
+            self.root.add_module("release", self.modules["release"])
+            for node, free in slots.free_behind.items():
+                last = (
+                    max((node, *node.users), key=list(self.graph.nodes).index) if node in self.calls else node
+                )
+                with self.graph.inserting_after(last):
+                    self.graph.call_module("release", tuple(sorted(free)))
+        return tuple(slots.layouts)
 
     def _module(self, name: str, args: Sequence[fx.Node]) -> fx.Node:
         if not hasattr(self.root, name):
@@ -103,29 +128,28 @@ class _Builder:
     def _arrive(self, message: Message) -> fx.Node:
         channel = message.channel
         node = self._module(f"arrive_{_channel(message)}", (self.posted.pop(message),))
-        if channel.phase == "F":
-            count = len(self.chunks[channel.target].joint.boundary)
-        else:
-            count = len(self.chunks[channel.target].joint.tangents)
+        joint = self.chunks[channel.target].joint
         kind = "y" if channel.phase == "F" else "dx"
-        for k in range(count):
-            label = f"{kind}{channel.chunk}_{message.microbatch}_{k}"
-            self.env[kind, channel.chunk, message.microbatch, f"{kind}{k}"] = self._item(node, k, label)
+        for k, inside in enumerate(joint.boundary if channel.phase == "F" else joint.tangents):
+            item = self._item(node, k, f"{kind}{channel.chunk}_{message.microbatch}_{k}")
+            self.env[kind, channel.chunk, message.microbatch, f"{kind}{k}"] = item
+            self.received.append(Received(node.args[0], item, Layout.of(inside.meta["val"])))  # type: ignore[arg-type]
         return node
 
     def _run(self, instruction: Run) -> fx.Node:
         actions = parts(instruction.step)
         block = self.block(actions)
-        args = [
-            self._input(action, name)
+        reads = tuple(
+            tuple((name, self._input(action, name)) for name in names)
             for action, names in zip(actions, block.inputs, strict=True)
-            for name in names
-        ]
+        )
+        args = [value for row in reads for _, value in row]
         module = block.name.replace("&", "_")
         if not hasattr(self.root, module):
             self.root.add_module(module, block.graph_module)
         label = "_".join(f"{a.phase.value}{a.chunk}_{a.microbatch}" for a in actions)
         node = self.graph.create_node("call_module", module, tuple(args), {}, name=f"do_{label}")
+        self.calls[node] = Call(block, actions, reads)
         index = 0
         for action, names in zip(actions, block.outputs, strict=True):
             for name in names:

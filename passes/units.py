@@ -20,7 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -311,22 +310,22 @@ def _placeholders(
 
 
 def canonical_key(graph: fx.Graph) -> str:
-    """A hash of operators, arguments, shapes, dtypes, strides and outputs: equal for units that may share one
-    artefact, whatever their nodes are called."""
+    """A hash of operators, arguments, shapes, dtypes, strides, devices and outputs: equal for units that may share
+    one artefact, whatever their nodes are called. Tensors must be inputs: one that the graph holds would not show."""
     number: dict[fx.Node, int] = {}
     lines = []
-
-    def arg(value: Any) -> Any:
-        return f"%{number[value]}" if isinstance(value, fx.Node) else value
-
     for node in graph.nodes:
         number[node] = len(number)
-        text = f"{node.op} {node.target if node.op == 'call_function' else ''}"
-        text += repr(fx.map_arg((node.args, node.kwargs), lambda n: _Ref(number[n])))
         if node.op == "placeholder":
             val = node.meta["val"]
-            text += f" {tuple(val.shape)} {val.stride()} {val.dtype} {val.device}"
-        lines.append(text if node.op != "placeholder" else text.replace(str(node.args), ""))
+            lines.append(f"placeholder {tuple(val.shape)} {val.stride()} {val.dtype} {val.device}")
+        elif node.op in ("call_function", "output"):
+            text = f"{node.op} {node.target if node.op == 'call_function' else ''}"
+            lines.append(text + repr(fx.map_arg((node.args, node.kwargs), lambda n: _Ref(number[n]))))
+        else:
+            raise ValueError(
+                f"{node.op} {node.target} in a unit: tensors and modules must be inputs of the graph"
+            )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -9,40 +9,70 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..passes.block import ends_with_mark
 from ..passes.compile import Artefacts
 from ..passes.cost import nbytes
+from ..passes.errors import BraidError
 from ..passes.joint import VIEWS, Phase
 from ..passes.pipeline import Lowered
 from ..passes.units import ChunkUnits, Unit
 from ..simulate import INSTANT, ChunkCost, Link, UnitCost, Workload
+from .unit import BoundUnit, GradSlot
+
+#: A unit of the program: takes its arguments out of the list.
+Call = Callable[[list[Tensor]], Sequence[Tensor]]
+
+#: A reading of the clock should be over this many seconds, as far as ``MOST_RUNS`` of a unit reach.
+LEAST_S = 1e-3
+MOST_RUNS = 20
 
 #: Seconds that an all-reduce of so many bytes takes.
 CollectiveTime = Callable[[int], float]
 
 
-@torch.no_grad()
 def profile(lowered: Lowered, artefacts: Artefacts, *, repeats: int = 5) -> dict[str, float]:
-    """Seconds of every distinct unit (by key) of ``lowered``'s chunks: the median of ``repeats`` runs after one
-    that is discarded, on random values of the unit's own shapes. Nothing is communicated."""
+    """Seconds of every distinct unit (by key) of ``lowered``'s chunks. Local: nothing is communicated."""
+    units = (u for chunk in lowered.chunks.values() for us in chunk.units.values() for u in us)
+    return unit_seconds(units, artefacts, repeats=repeats)
+
+
+@torch.no_grad()
+def unit_seconds(units: Iterable[Unit], artefacts: Artefacts, *, repeats: int = 5) -> dict[str, float]:
+    """Seconds of every distinct one of ``units``, by key: the median of ``repeats`` runs after one that is discarded,
+    called as the program calls it, on random values of the unit's own shapes. A W unit adds into gradients that are
+    there already. Very short units are run several times for each reading of the clock."""
     measured: dict[str, float] = {}
-    for unit in (u for chunk in lowered.chunks.values() for us in chunk.units.values() for u in us):
+    for unit in units:
         if unit.key in measured:
             continue
-        artefact = artefacts.get(unit)
-        inputs = [_random(n.meta["val"]) for n in unit.graph_module.graph.find_nodes(op="placeholder")]
-        samples = []
-        for _ in range(repeats + 1):
+        call, inputs = bound_unit(unit, artefacts)
+
+        def run(times: int, call: Call = call, inputs: list[Tensor] = inputs) -> float:
             start = _clock(inputs)
-            artefact(*inputs)
-            samples.append(_clock(inputs) - start)
-        measured[unit.key] = statistics.median(samples[1:])
+            for _ in range(times):
+                call(list(inputs))
+            return (_clock(inputs) - start) / times
+
+        run(1)
+        times = max(1, min(MOST_RUNS, int(LEAST_S / max(run(1), 1e-9))))
+        measured[unit.key] = statistics.median(run(times) for _ in range(repeats))
     return measured
+
+
+def bound_unit(unit: Unit, artefacts: Artefacts) -> tuple[Call, list[Tensor]]:
+    """``unit`` as the program calls it, ``call(list(inputs))``, on parameters and inputs of random values."""
+    values = [_random(node.meta["val"]) for node in unit.graph_module.graph.find_nodes(op="placeholder")]
+    state = dict(zip(unit.state, values, strict=False))
+    slots: dict[str, GradSlot] = {}
+    for out, name in zip(unit.outs, unit.grads, strict=True):
+        if name is not None:
+            slots[name] = GradSlot(nn.Parameter(_random(out.meta["val"])), shared=False)
+    return BoundUnit(unit, artefacts.get(unit), state, slots).boxed, values[len(unit.state) :]
 
 
 def _random(val: Tensor) -> Tensor:
@@ -72,18 +102,19 @@ def workload(
 ) -> Workload:
     """Costs of all chunks of ``lowered`` (which must hold all of them).
 
-    ``seconds``: by unit key, as :func:`profile` returns. ``collective``: bytes -> seconds of one all-reduce.
+    ``seconds``: by unit key (or place), as :func:`profile` returns. ``collective``: bytes -> seconds of one all-reduce.
     Bytes of saved activations, hand-over and boundaries are counted from the graphs, each storage once, freed
     behind the last unit that reads it.
     """
     chunks = [lowered.chunks[index] for index in range(len(lowered.partition.chunks))]
     made = tuple(
-        _chunk(chunk, seconds, collective if chunk.tp_size > 1 else lambda _: 0.0) for chunk in chunks
+        chunk_cost(chunk, seconds, collective if chunk.tp_size > 1 else lambda _: 0.0) for chunk in chunks
     )
     return Workload(made, link=link, label=label)
 
 
-def _chunk(chunk: ChunkUnits, seconds: Mapping[str, float], collective: CollectiveTime) -> ChunkCost:
+def chunk_cost(chunk: ChunkUnits, seconds: Mapping[str, float], collective: CollectiveTime) -> ChunkCost:
+    """The costs of one chunk; see :func:`workload`."""
     saves, frees = _bytes(chunk)
 
     def cost(unit: Unit) -> UnitCost:
@@ -92,7 +123,7 @@ def _chunk(chunk: ChunkUnits, seconds: Mapping[str, float], collective: Collecti
         ]
         return UnitCost(
             name=unit.name,
-            seconds=seconds[unit.key],
+            seconds=time_of(seconds, unit),
             depth=unit.index,
             launches=ends_with_mark(chunk, unit),
             collective=sum(collective(size) for size in launched),
@@ -104,6 +135,24 @@ def _chunk(chunk: ChunkUnits, seconds: Mapping[str, float], collective: Collecti
     f, i, w = (tuple(cost(unit) for unit in chunk.units[phase]) for phase in (Phase.F, Phase.I, Phase.W))
     forward = sum(nbytes(n.meta["val"]) for n in chunk.outputs) if chunk.joint.chunk.boundary_out else 0
     return ChunkCost(f, i, w, forward, sum(nbytes(n.meta["val"]) for n in chunk.input_grads))
+
+
+def place_of(unit: Unit) -> str:
+    """Names a unit by where it stands, the same on every rank: chunk, phase and index."""
+    return f"{unit.chunk}{unit.phase.value}{unit.index}"
+
+
+def time_of(seconds: Mapping[str, float], unit: Unit) -> float:
+    """A unit's time: by its place where that is given (modelled times may differ between equal units), else by key."""
+    placed = seconds.get(place_of(unit))
+    if placed is not None:
+        return placed
+    if unit.key not in seconds:
+        raise BraidError(
+            f"the times say nothing of unit {unit.label} of chunk {unit.chunk} (key {unit.key}); they hold "
+            f"{len(seconds)} others. Measure them on this model and these shapes: fxbraid.profile(model)"
+        )
+    return seconds[unit.key]
 
 
 def _bytes(chunk: ChunkUnits) -> tuple[dict[str, int], dict[str, int]]:

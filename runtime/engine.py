@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..passes.block import Block, BlockContext, block_kind, block_name, braid
+from ..compat import alias_group, below_autograd
+from ..passes.block import Block, BlockContext, Collectives, block_kind, block_name, braid
+from ..passes.buffers import Layout
 from ..passes.compile import Artefacts
 from ..passes.errors import BraidError
 from ..passes.joint import Phase
@@ -16,10 +19,14 @@ from ..passes.program import ONE, program
 from ..passes.verify import verify_block
 from ..schedule import Action, Schedule
 from ..schedule import Phase as Do
+from ..schedule.listorder import CostOrder
 from ..schedule.lower import Channel
+from .bind import bind
 from .emulate import timed
 from .mesh import Mesh
-from .p2p import Arrive, Layout, Outbox, Post, Send
+from .p2p import Arrive, Buffers, Outbox, Post, Release, Send
+from .piece import compile_block
+from .record import Meter
 from .unit import BoundUnit, GradSlot
 
 #: The eight kinds of block (DESIGN section 2) and the two that a reproducible order needs.
@@ -32,8 +39,10 @@ class Blocks(Mapping[str, Block]):
     A block that no schedule asked for yet is built on demand.
     """
 
-    def __init__(self, context: BlockContext) -> None:
-        self._context = context
+    def __init__(
+        self, context: BlockContext, meter: Meter, compile_: Callable[[Block], None] | None = None
+    ) -> None:
+        self._context, self._meter, self._compile = context, meter, compile_
         self._built: dict[str, Block] = {}
 
     def get_block(self, parts: Sequence[Action]) -> Block:
@@ -42,6 +51,9 @@ class Blocks(Mapping[str, Block]):
         if name not in self._built:
             block = braid(parts, self._context)
             verify_block(block)
+            if self._compile is not None:
+                self._compile(block)
+            self._meter.attach(block)
             self._built[name] = block
         return self._built[name]
 
@@ -80,7 +92,8 @@ class Blocks(Mapping[str, Block]):
 class Engine:
     """Runs one schedule on one rank for one signature of inputs.
 
-    ``state``: this rank's parameters and buffers by name; ``slots``: the gradient slots by chunk and parameter.
+    ``state``: this rank's parameters and buffers by name; ``slots``: the gradient slots by chunk and parameter;
+    ``order``: of units in blocks by costs, None for the paper's.
     """
 
     def __init__(
@@ -92,20 +105,35 @@ class Engine:
         state: Mapping[str, Tensor],
         slots: Mapping[int, Mapping[str, GradSlot]],
         artefacts: Artefacts,
-        blocking: bool = False,
+        collectives: Collectives = "overlap",
+        order: CostOrder | None = None,
     ) -> None:
         self.lowered, self.schedule, self.mesh = lowered, schedule, mesh
-        self.outbox = Outbox()
+        self.outbox, self.buffers = Outbox(), Buffers()
+        self.meter = Meter(schedule, mesh)
         modules: dict[str, nn.Module] = {}
         for index, chunk in lowered.chunks.items():
             for unit in (u for us in chunk.units.values() for u in us):
-                artefact = timed(unit, artefacts.get(unit))
-                modules[unit.label] = BoundUnit(unit, artefact, state, slots.get(index, {}))
-        modules |= self._channels()
+                own = slots.get(index, {})
+                modules[unit.label] = BoundUnit(unit, artefacts.get(unit), state, own, around=timed)
+        modules |= self.meter.watch(self._channels())
+        whole = artefacts.mode == "block"
+        # Compiled pieces hold the group's name: one that all ranks and runs agree on lets them share artefacts.
+        tp_group = mesh.tp_group_name
+        if whole and mesh.tp_group is not None:
+            tp_group = alias_group(mesh.tp_group)
         context = BlockContext(
-            chunks=lowered.chunks, modules=modules, tp_group=mesh.tp_group_name, blocking=blocking
+            chunks=lowered.chunks,
+            modules=modules,
+            tp_group=tp_group,
+            collectives=collectives,
+            order=order,
         )
-        self.blocks = Blocks(context)
+        self.blocks = Blocks(
+            context,
+            self.meter,
+            (lambda block: compile_block(block, artefacts, state, slots)) if whole else None,
+        )
         self.compiled = program(
             schedule,
             mesh.pp_rank,
@@ -113,6 +141,9 @@ class Engine:
             block=self.blocks.get_block,
             modules=modules,
         )
+        self.buffers.layouts = self.compiled.slots
+        self.meter.read_program(self.program)
+        self._run = bind(self.program)
         self.one = torch.ones((), device=mesh.device, dtype=self._loss_dtype())
 
     @property
@@ -144,8 +175,10 @@ class Engine:
             else:
                 peer = self.mesh.global_rank(source)
                 layouts = self._layouts(channel)
-                modules[f"post_{phase}{channel.chunk}"] = Post(group, peer, layouts)
+                modules[f"post_{phase}{channel.chunk}"] = Post(group, peer, layouts, self.buffers)
                 modules[f"arrive_{phase}{channel.chunk}"] = Arrive()
+        if os.environ.get("FXBRAID_POISON") == "1":
+            modules["release"] = Release(self.buffers)
         return modules
 
     def _layouts(self, channel: Channel) -> list[Layout]:
@@ -162,6 +195,13 @@ class Engine:
             raise BraidError(f"inputs {', '.join(missing)} are missing")
         args = [self.one if name == ONE else inputs[name] for name in self.compiled.inputs]
         self.outbox.forget()
-        results = self.program(*args)
+        self.meter.begin()
+        try:
+            with below_autograd():
+                results = self._run(*args)
+        except BaseException:
+            self.buffers.drop()
+            raise
+        self.meter.end()
         self.outbox.flush()
         return list(results)

@@ -1,14 +1,17 @@
-"""Peak of live activation bytes, measured by running the program one node at a time."""
+"""Peak of live activation bytes: measured by running the program one node at a time, and predicted without."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..passes.program import ONE
+from ..simulate import ChunkCost, Workload, peaks
+from .costs import chunk_cost
 from .engine import Engine
 
 
@@ -75,4 +78,27 @@ def measure_peak(engine: Engine, inputs: Mapping[str, Sequence[Tensor]], *, held
     meter = Meter(engine, [*held, engine.one, *_tensors(list(inputs.values()))])
     meter.run(engine.program, args)
     engine.outbox.flush()
+    engine.meter.peak_measured = meter.peak
     return meter.peak
+
+
+def predict_peak(engine: Engine, ordered_by: Workload | None = None) -> int:
+    """What ``measure_peak`` will find on this rank, from the graphs of its chunks and its list of the schedule.
+    ordered_by: the costs that units in blocks are ordered by, None for the paper's order."""
+    meter = engine.meter
+    if meter.peak_predicted is None:
+        chunks = engine.lowered.chunks
+        # A rank's memory depends on its own list alone, and on the order of units but not on their times.
+        second = dict.fromkeys((u.key for c in chunks.values() for us in c.units.values() for u in us), 1.0)
+        costs = {index: chunk_cost(chunk, second, lambda _: 0.0) for index, chunk in chunks.items()}
+        other = ChunkCost((), (), ())
+        every = tuple(costs.get(index, other) for index in range(engine.schedule.n_chunks))
+        row = engine.schedule.actions[engine.mesh.pp_rank]
+        alone = replace(
+            engine.schedule,
+            actions=tuple(row if r == engine.mesh.pp_rank else () for r in range(engine.schedule.p)),
+        )
+        meter.peak_predicted = round(
+            peaks(alone, Workload(every), ordered_by=ordered_by)[engine.mesh.pp_rank]
+        )
+    return meter.peak_predicted

@@ -2,6 +2,12 @@
 
 A :class:`Mesh` is made once per ``braid``. With one process and no process group every group is None and nothing
 here communicates.
+
+On CUDA a group is an NCCL communicator with a stream of its own, on which its operations queue: TP has one, every
+channel (phase and boundary) has one, the loss and the norm have theirs, so none of them waits behind another. Each is
+connected while it is made: an NCCL communicator that is made on first use stops the host until its peer comes by, and
+for a plain send that would be a third one, of the two ranks, whatever has been connected before (lazy mode of
+``ProcessGroupNCCL::pointToPoint``); ``device_id`` makes a group eager, and then a send uses the group's own.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..compat import timeout_of
+from ..compat import serves, timeout_of
 from ..passes.errors import BraidError
 from ..schedule import Placement, Schedule
 from ..schedule.lower import Channel, channels
@@ -35,6 +41,8 @@ class Mesh:
     tp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
     model_group: dist.ProcessGroup | None = None
+    #: the ranks of ``model_group``, for tensors of the host: another group only where that one takes CUDA tensors alone
+    host_group: dist.ProcessGroup | None = None
     #: of every group that is made here: that of the default group (torch would take 30 minutes instead)
     timeout: timedelta | None = None
     _pairs: dict[tuple[Placement, Channel], dist.ProcessGroup | None] = field(default_factory=dict)
@@ -44,6 +52,11 @@ class Mesh:
     def tp_group_name(self) -> str:
         """What a functional collective calls the group; "" where there is none."""
         return self.tp_group.group_name if self.tp_group is not None else ""
+
+    @property
+    def model_rank(self) -> int:
+        """This process's place in ``model_group``."""
+        return dist.get_rank(self.model_group) if self.model_group is not None else 0
 
     def global_rank(self, pp_rank: int) -> int:
         """The global rank of pipeline rank ``pp_rank`` in this process's column."""
@@ -79,13 +92,14 @@ class Mesh:
         of groups that a rank has, which differs between the two ends of a channel, and they never meet.
         """
         mine: dist.ProcessGroup | None = None
+        eager = self.device if self.device.type == "cuda" else None
         for column in range(self.tp_size):
             ranks = [self.ranks[r][column] for r in pp_ranks]
-            group = dist.new_group(ranks, timeout=self.timeout)
+            group = dist.new_group(ranks, timeout=self.timeout, device_id=eager)
             if column == self.tp_rank and self.pp_rank in pp_ranks:
                 mine = group
         if mine is not None:
-            # Communicators are made on first use (NCCL): use it now, where every member is here.
+            # Where torch does not connect a group at once, it is used here, where every member is.
             dist.all_reduce(torch.zeros(1, device=self.device), group=mine)
         return mine
 
@@ -156,8 +170,10 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
             f"device_mesh has {len(everyone)} ranks, but the world has {dist.get_world_size()}; the mesh must hold "
             "all of them (the data-parallel axis is not supported yet)"
         )
+    device = _device(mesh.device_type)
+    timeout = timeout_of(world, device) if world is not None else None
     return Mesh(
-        device=_device(mesh.device_type),
+        device=device,
         pp_size=len(table),
         tp_size=len(table[0]),
         pp_rank=pp_rank,
@@ -166,12 +182,29 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
         tp_group=mesh["tp"].get_group() if "tp" in names else None,
         pp_group=mesh["pp"].get_group() if "pp" in names else None,
         model_group=world,
-        timeout=timeout_of(world, _device(mesh.device_type)) if world is not None else None,
+        host_group=_host_group(world, timeout),
+        timeout=timeout,
     )
 
 
+def _host_group(world: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """``world`` where it takes CPU tensors, else a gloo group of its ranks. Collective over all ranks."""
+    if world is None or serves(world, torch.device("cpu")):
+        return world
+    return dist.new_group(backend="gloo", timeout=timeout)
+
+
 def _device(kind: str | None = None) -> torch.device:
+    """This rank's device: the one that the default group is bound to, else this process's share of the machine's."""
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    return torch.device(kind)
+    if kind != "cuda":
+        return torch.device(kind)
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None
+    if bound is not None:
+        return torch.device(bound)
+    local = int(os.environ.get("LOCAL_RANK", "-1"))
+    # A launcher may show each rank one GPU alone: then that is number 0, whatever the rank is.
+    known = 0 <= local < torch.cuda.device_count()
+    device = torch.device("cuda", local if known else torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device

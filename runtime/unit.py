@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..passes.compile import Artefact
+from ..passes.errors import VerifyError
 from ..passes.joint import Phase
-from ..passes.units import Unit
+from ..passes.products import Product, SumArtefact
+from .boxed import Boxed, boxed
+
+if TYPE_CHECKING:
+    from ..passes.units import Unit
 
 
 class GradSlot:
@@ -34,6 +41,20 @@ class GradSlot:
         else:
             accumulate(self.parameter, grad)
 
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left @ right`` (shape and dtype of the parameter) where the gradient lies."""
+        total = self.total if self.shared else self.parameter.grad
+        if total is None:
+            total = torch.mm(left, right, out=torch.empty_like(self.parameter, requires_grad=False))
+            if self.shared:
+                self.total = total
+            else:
+                self.parameter.grad = total
+        elif total.dtype is left.dtype:
+            total.addmm_(left, right)
+        else:
+            total.add_(torch.mm(left, right))
+
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     """``parameter.grad += grad``."""
@@ -46,9 +67,10 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 class BoundUnit(nn.Module):
-    """``forward(*args)``: the artefact on this rank's parameters and buffers.
+    """``forward(*args)``: the artefact on this rank's parameters and buffers; ``forward([args])``: the same, and the
+    list is emptied, so that an argument that nobody else holds is freed during the call.
 
-    A W unit returns only its values; its gradients go to their slots.
+    A W unit returns only its values; its gradients go to their slots. ``around`` wraps the whole call, for a clock.
     """
 
     def __init__(
@@ -57,27 +79,111 @@ class BoundUnit(nn.Module):
         artefact: Artefact,
         state: Mapping[str, Tensor],
         slots: Mapping[str, GradSlot],
+        around: Callable[[Unit, Boxed], Boxed] = lambda unit, call: call,
     ) -> None:
         super().__init__()
         # A tuple, not attributes: these are the model's parameters, not the block's.
         self._state = tuple(state[name] for name in unit.state)
-        self._artefact = artefact
-        self._slots: list[GradSlot | None] = []
-        self._plain = unit.phase is not Phase.W
-        if not self._plain:
-            self._slots = [slots[name] if name is not None else None for name in unit.grads]
+        call = boxed(artefact)
+        if unit.phase is Phase.W:
+            own = [slots[name] if name is not None else None for name in unit.grads]
+            call = _Sums(artefact, own) if isinstance(artefact, SumArtefact) else _adding(call, own)
+        self._call = around(unit, call)
 
-    def forward(self, *args: Tensor) -> Sequence[Tensor]:
-        outs = self._artefact(*self._state, *args)
-        if self._plain:
-            return outs
-        values: list[Tensor] = []
-        for slot, out in zip(self._slots, outs, strict=True):
+    def forward(self, *args: Tensor | list[Tensor]) -> Sequence[Tensor]:
+        first = args[0] if args else None
+        return self.boxed(first if isinstance(first, list) else list(args))  # type: ignore[arg-type]
+
+    def boxed(self, args: list[Tensor]) -> Sequence[Tensor]:
+        """Run on ``args``, which are taken out of the list."""
+        if self._state:
+            args[:0] = self._state
+        return self._call(args)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def _adding(call: Boxed, slots: Sequence[GradSlot | None]) -> Boxed:
+    """``call``, with its gradients added into their slots and left out of its outs."""
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        values = []
+        for slot, out in zip(slots, call(inputs), strict=True):
             if slot is None:
                 values.append(out)
             else:
                 slot.add(out)
         return values
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    """One product of a W unit: ``slot`` += ``held[left] @ held[right]``, transposed as said; ``drops``: what of
+    ``held`` nothing reads afterwards."""
+
+    slot: GradSlot
+    left: int
+    left_transposed: bool
+    right: int
+    right_transposed: bool
+    drops: tuple[int, ...]
+
+
+class _Sums:
+    """A W unit whose weight gradients are products: each is added where its gradient lies, and an operand is let go of
+    behind the last product that reads it. In boxed form; returns the unit's values."""
+
+    def __init__(self, artefact: SumArtefact, slots: Sequence[GradSlot | None]) -> None:
+        plan = artefact.plan
+        sides = [side for product in plan.products for side in (product.left, product.right)]
+        own = [slots[k] for k in plan.kept]
+        computed = sorted({side.index for side in sides if side.computed})
+        self._reads = plan.reads
+        self._rest = None
+        if artefact.rest is not None:
+            self._rest = _adding(boxed(artefact.rest), [*own, *(None for _ in computed)])
+        self._values = own.count(None)
+        self._operands = tuple(sorted({side.index for side in sides if not side.computed}))
+        places = [(False, k) for k in self._operands] + [(True, k) for k in computed]
+        self._additions = _additions(plan.products, slots, {place: k for k, place in enumerate(places)})
+
+    def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        held: list[Tensor | None] = [inputs[k] for k in self._operands]
+        values: Sequence[Tensor] = ()
+        if self._rest is not None:
+            reads = [inputs[k] for k in self._reads]
+            inputs.clear()
+            values = self._rest(reads)
+            held += values[self._values :]
+            values = values[: self._values]
+        inputs.clear()
+        for addition in self._additions:
+            left, right = held[addition.left], held[addition.right]
+            if addition.left_transposed:
+                left = left.t()  # type: ignore[union-attr]
+            if addition.right_transposed:
+                right = right.t()  # type: ignore[union-attr]
+            addition.slot.add_product(left, right)  # type: ignore[arg-type]
+            left = right = None
+            for k in addition.drops:
+                held[k] = None
+        return values
+
+
+def _additions(
+    products: Sequence[Product], slots: Sequence[GradSlot | None], place: Mapping[tuple[bool, int], int]
+) -> list[_Addition]:
+    made: list[_Addition] = []
+    later: set[int] = set()
+    for product in reversed(products):
+        left, right = (place[side.computed, side.index] for side in (product.left, product.right))
+        slot = slots[product.out]
+        if slot is None:
+            raise VerifyError(f"out {product.out} of a W unit is a weight gradient, but has no slot")
+        drops = tuple({left, right} - later)
+        later |= {left, right}
+        made.append(_Addition(slot, left, product.left.transposed, right, product.right.transposed, drops))
+    return made[::-1]

@@ -1,10 +1,14 @@
-"""Every test runs with the verifier between passes, and never looks for a hub."""
+"""Every test runs with the verifier between passes and poisoned receive buffers, and never looks for a hub."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 
+# Profiles that tests measure are nobody else's, and tests find none of the user's.
+os.environ["FXBRAID_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxbraid-test-")
 os.environ["FXBRAID_VERIFY"] = "1"
+os.environ["FXBRAID_POISON"] = "1"  # receive buffers are NaN from the moment that nothing should read them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fxbraid import schedule as schedules
 from fxbraid.bench import run as run_module
-from fxbraid.bench.cli import bench
-from fxbraid.bench.config import BenchConfig, ConfigError, check_config, skip_reason, split_name
+from fxbraid.bench.bitwise_pairs import accumulation, equal_pairs
+from fxbraid.bench.cli import app
+from fxbraid.bench.config import BenchConfig, ConfigError, check_config, skip_reason
 from fxbraid.bench.engines import shard_part
+from fxbraid.bench.entries import Entry, expand, parse
 from fxbraid.bench.models import build_model, load_config, make_batch
 from fxbraid.bench.parity import Difference, Part, compare, run_reference
+from fxbraid.bench.pippy import SCHEDULES, try_compiled
 from fxbraid.bench.ranks import Result, Row
-from fxbraid.bench.table import as_json, make_table, verdict
+from fxbraid.bench.record import as_csv, as_json
+from fxbraid.bench.table import etas, make_table, verdict
 from fxbraid.runtime.launch import RankError, launch, process_group
-
-app = typer.Typer()
-app.command()(bench)
 
 
 def text_of(output: str) -> str:
@@ -51,6 +55,51 @@ def text_of(output: str) -> str:
         ({"schedules": ("zigzag",)}, "no schedule is named 'zigzag'"),
         ({"schedules": ()}, "--schedules names none"),
         ({"model": "qwen9"}, "no model is called 'qwen9' and no file has that path"),
+        ({"layers": 0}, "--layers is 0"),
+        (
+            {"layers": 3},
+            "stp on --pp 2 wants 4 chunks, and qwen2-tiny has 3 layers; use a smaller --pp, more",
+        ),
+        (
+            {"link": "infiniband"},
+            "--link: 'infiniband' is no link (it has no comma); give real, nvlink, pcie, ib",
+        ),
+        ({"link": "1e-6,0"}, "--link: '1e-6,0' is no link (beta_bytes_per_s=0.0 is no bandwidth"),
+        ({"link": "ib", "pp_link": "fast"}, "--pp-link: 'fast' is no link"),
+        (
+            {"pp_link": "ib"},
+            "--pp-link ib is for emulated links and modelled compute, and here both are real",
+        ),
+        ({"clock": "paced"}, "--clock paced is for emulated links and modelled compute"),
+        (
+            {"link": "ib", "clock": "virtual"},
+            "--clock virtual counts modelled times, and --compute real has none",
+        ),
+        (
+            {"compute": "modelled", "ratio": 1.0, "clock": "wall"},
+            "--clock wall runs units for as long as they",
+        ),
+        (
+            {"compute": "modelled", "ratio": 1.0, "clock": "atomic"},
+            "--clock atomic is not one of virtual, paced",
+        ),
+        (
+            {"compute": "modelled"},
+            "--compute modelled needs a link that is modelled as well: give --ratio 0.37",
+        ),
+        ({"compute": "guessed"}, "--compute guessed is not one of real, modelled"),
+        ({"times": "random"}, "--times random is not one of equal, flops"),
+        ({"ratio": -0.5}, "--ratio is -0.5; give T_AR / T_F, 0 or more"),
+        ({"unit_ms": 0.0}, "--unit-ms is 0; give milliseconds above 0"),
+        ({"arithmetic": False}, "--timing-only leaves nothing to time with real compute"),
+        (
+            {"arithmetic": False, "compute": "modelled", "ratio": 1.0},
+            "ScheduleGPipe is torch's own class, which",
+        ),
+        (
+            {"schedules": ("order:STP",)},
+            "'order:STP' asks for the order of a class that torch.distributed.pipeli",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_numbers(options: dict[str, Any], message: str) -> None:
@@ -84,14 +133,54 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch: pytest.
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="is 4 ranks, and this launcher started 2; use --nproc-per-node 4"):
-        run_module.run_bench(BenchConfig(), Console(), None, 1.0)
+        run_module.run_bench(BenchConfig(), Console(), run_module.Outputs(), 1.0)
+
+
+def test_a_plot_needs_a_known_ending_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed")
+    monkeypatch.setattr(run_module, "launch", lambda *_, **__: pytest.fail("a rank was started"))
+    result = CliRunner().invoke(app, ["--plot", "bench.xyz"])
+    assert result.exit_code == 2
+    assert "--plot bench.xyz has no known ending; use one of" in text_of(result.output)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = CliRunner().invoke(app, ["--plot", "bench.png"])
+    assert result.exit_code == 2
+    assert "--plot needs matplotlib; pip install 'fxbraid[plot]'" in text_of(result.output)
 
 
 def test_names_say_engine_and_mode() -> None:
-    assert split_name("stp") == ("stp", True)
-    assert split_name("stp:blocking") == ("stp", False)
-    assert skip_reason(BenchConfig(microbatches=1), "1f1b") is None
-    assert skip_reason(BenchConfig(microbatches=1), "Schedule1F1B") == "it needs m >= 2 stages, and m is 1"
+    assert parse("stp") == Entry("stp", "fxbraid", "stp")
+    assert parse("stp:blocking") == Entry("stp:blocking", "fxbraid", "stp", "blocking")
+    assert parse("zbv:free") == Entry("zbv:free", "fxbraid", "zbv", "free")
+    assert parse("ScheduleGPipe").engine == "torch"
+    for name in ("order:ZBVZeroBubble", "order:ScheduleZBVZeroBubble"):
+        assert parse(name) == Entry("order:ZBVZeroBubble", "order", "ScheduleZBVZeroBubble", "blocking")
+    few = BenchConfig(microbatches=1)
+    assert skip_reason(few, parse("1f1b")) is None
+    for name in ("Schedule1F1B", "order:1F1B"):
+        assert skip_reason(few, parse(name)) == "it needs m >= 2 stages, and m is 1"
+
+
+def test_groups_stand_for_every_schedule_once() -> None:
+    assert expand(("stp", "zbv", "stp")) == ("stp", "zbv")
+    everything = expand(("all",))
+    assert set(schedules.FAMILIES) | set(SCHEDULES) | {"auto", "stp:blocking", "stp:free"} <= set(everything)
+    assert sum(name.startswith("order:") for name in everything) == len(SCHEDULES) == 7
+    assert set(expand(("ours", "torch", "orders"))) == set(everything)
+
+
+def test_what_must_agree_to_the_bit_is_known_from_the_order_of_weight_gradients() -> None:
+    zbv, one, stp, gpipe = (schedules.build(name, p=4, m=12) for name in ("zbv", "1f1b", "stp", "gpipe"))
+    assert accumulation(zbv, False) == accumulation(one, False) == accumulation(gpipe, False)
+    assert accumulation(stp, False) == accumulation(schedules.unbraid(stp), False) != accumulation(zbv, False)
+    assert accumulation(schedules.reproducible(stp), False) == accumulation(zbv, False)
+    # Compiled, other chunks are other artefacts.
+    assert accumulation(zbv, True) != accumulation(one, True) == accumulation(gpipe, True)
+    digests = {"a": ("x", "1"), "b": ("y", "2"), "c": ("x", "1"), "d": ("x", "3")}
+    assert equal_pairs(digests) == {"a = c": True, "c = d": False}
 
 
 # --- results -----------------------------------------------------------------------------------
@@ -105,7 +194,9 @@ def result_with(grad: float, bitwise: bool = True) -> Result:
         ),
         Row("ScheduleDualPipeV", skipped="it needs m >= 2p = 4, and m is 3"),
     )
-    return Result("qwen2-tiny", 10, 6.0, rows, {"stp": bitwise})
+    return Result(
+        "qwen2-tiny", 10, 6.0, rows, {"stp = stp:blocking": bitwise}, "wall clock, gloo on loopback"
+    )
 
 
 def test_the_table_and_the_verdict_show_what_was_measured() -> None:
@@ -115,7 +206,7 @@ def test_the_table_and_the_verdict_show_what_was_measured() -> None:
     assert re.search(r"stp\s+fxbraid\s+200\s+100-400\s+5120\s+2\s+1e-07", shown)
     assert re.search(r"GPipe\s+torch\s+300\s+300-300\s+3413\s+-\s+1e-07", shown)
     assert re.search(r"DualPipeV\s+skipped", shown)
-    said = verdict(result_with(1e-7))
+    said = verdict(BenchConfig(), result_with(1e-7))
     assert "ScheduleDualPipeV was skipped: it needs m >= 2p = 4, and m is 3." in said
     assert "All 2 give the loss and gradients" in said
     assert "bitwise equal" in said
@@ -125,8 +216,9 @@ def test_a_difference_is_named_and_fails() -> None:
     assert result_with(1e-7).ok
     wrong = result_with(3e-3)
     assert not wrong.ok
-    assert "ScheduleGPipe differs from one process" in verdict(wrong)
-    assert "3.0e-03" in verdict(wrong) and "lm_head.weight" in verdict(wrong)
+    said = verdict(BenchConfig(), wrong)
+    assert "ScheduleGPipe differs from one process" in said
+    assert "3.0e-03" in said and "lm_head.weight" in said
     assert not result_with(1e-7, bitwise=False).ok
     assert not result_with(float("inf")).ok
 
@@ -156,10 +248,47 @@ def test_json_has_every_sample_and_where_it_came_from() -> None:
     assert content["rows"][0]["samples_s"] == (0.2, 0.1, 0.4)
     assert content["rows"][0]["median_s"] == 0.2
     assert content["rows"][2]["skipped"].startswith("it needs")
-    assert content["clock"] == "wall, gloo on loopback"
+    assert content["clock"] == "wall clock, gloo on loopback"
+    assert content["clock_name"] == "loopback"
     assert content["machine"]["cores"] >= 1
     assert content["versions"]["torch"] == torch.__version__
     json.dumps(content)
+
+
+def test_csv_has_a_line_per_schedule_and_its_clock() -> None:
+    lines = list(csv.DictReader(io.StringIO(as_csv(BenchConfig(), result_with(1e-7)))))
+    assert [line["name"] for line in lines] == ["stp", "ScheduleGPipe", "ScheduleDualPipeV"]
+    assert float(lines[0]["median_s"]) == 0.2 and lines[0]["peak_bytes"] == "2048"
+    assert lines[1]["peak_bytes"] == "" and lines[2]["skipped"].startswith("it needs")
+    assert {line["clock"] for line in lines} == {"wall clock, gloo on loopback"}
+
+
+def test_times_with_too_much_emulation_error_are_marked_invalid() -> None:
+    good, bad = (replace(result_with(1e-7).rows[0], errors=(0.01, 0.02, e)) for e in (0.9, 0.01))
+    assert good.valid and bad.valid
+    bad = replace(good, errors=(0.01, 0.2, 0.3))
+    assert not bad.valid
+    result = replace(result_with(1e-7), rows=(bad,))
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(make_table(BenchConfig(), result))
+    assert re.search(r"stp\s+fxbraid INVALID", console.export_text())
+    assert "stp is INVALID: 20.0 % of its time is the emulation's own, and 5 % is allowed" in verdict(
+        BenchConfig(), result
+    )
+    assert as_json(BenchConfig(), result)["rows"][0]["valid"] is False
+
+
+def test_eta_comes_from_three_rows_of_one_run() -> None:
+    base = result_with(1e-7).rows[0]
+    medians = {"stp": 1.1, "stp:blocking": 2.0, "stp:free": 1.0, "zbv": 3.0}
+    rows = tuple(replace(base, name=name, samples_s=(s,)) for name, s in medians.items())
+    result = replace(result_with(1e-7), rows=rows)
+    (found,) = etas(BenchConfig(), result)
+    assert (found.schedule, found.best) == ("stp", pytest.approx(1 - 5 / 32))
+    assert found.value == pytest.approx(0.9)
+    assert "stp: eta 0.900, eta_max 0.844, eta / eta_max 1.067." in verdict(BenchConfig(), result)
+    flat = replace(result, rows=tuple(replace(row, samples_s=(1.0,)) for row in rows))
+    assert "nothing to hide" in verdict(BenchConfig(), flat)
 
 
 # --- parity ------------------------------------------------------------------------------------
@@ -222,6 +351,20 @@ def test_parameters_that_nobody_compared_are_an_error(spoil: str, message: str) 
         launch(compare_spoiled, (spoil,), nproc=2, timeout_s=90, on_line=lambda *_: None)
 
 
+@pytest.mark.slow
+def test_how_torch_fails_with_compiled_layers_is_tried_and_said() -> None:
+    said = {
+        name: launch(try_compiled, (name,), nproc=1, timeout_s=300, on_line=lambda *_: None)[0]
+        for name in ("ScheduleZBVZeroBubble", "ScheduleInterleaved1F1B")
+    }
+    refused = (
+        r"with torch.compile\(layer\) it fails with RuntimeError: The ScheduleZBVZeroBubble schedule is not"
+    )
+    assert re.match(refused, said["ScheduleZBVZeroBubble"])
+    assert re.match(r"with torch.compile\(layer\) it gives gradients within", said["ScheduleInterleaved1F1B"])
+    assert all("; with layer.compile() it " in text for text in said.values())
+
+
 # --- whole runs --------------------------------------------------------------------------------
 
 
@@ -237,7 +380,7 @@ def test_fxbraid_and_torch_agree_on_four_ranks(tmp_path: Path) -> None:
         assert row["difference"]["loss"] <= 1e-6 and row["difference"]["grad"] <= 1e-5
         assert len(row["samples_s"]) == 2
         assert len(row["peak_bytes"]) == 4 and all(row["peak_bytes"])
-    assert content["bitwise_braided_equals_blocking"] == {"stp": True}
+    assert content["bitwise"] == {"stp = stp:blocking": True}
     assert "bitwise equal" in done.stdout
 
 

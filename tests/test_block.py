@@ -32,8 +32,8 @@ def lowered() -> Lowered:
     return lower(qwen2(num_hidden_layers=4), n_chunks=2)
 
 
-def block(lowered: Lowered, *texts: str, sends: tuple[str, ...] = (), blocking: bool = False) -> Block:
-    made = braid([Action.parse(t) for t in texts], context(lowered, sends=sends, blocking=blocking))
+def block(lowered: Lowered, *texts: str, sends: tuple[str, ...] = (), collectives: str = "overlap") -> Block:
+    made = braid([Action.parse(t) for t in texts], context(lowered, sends=sends, collectives=collectives))
     verify_block(made)
     return made
 
@@ -76,19 +76,37 @@ def test_a_full_backward_hides_every_collective_behind_its_own_weight_gradients(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocking_hides_nothing(lowered: Lowered, kind: str) -> None:
-    nodes = list(block(lowered, *KINDS[kind], blocking=True).graph_module.graph.nodes)
+    nodes = list(block(lowered, *KINDS[kind], collectives="blocking").graph_module.graph.nodes)
     for node in nodes:
         if node.target is ALL_REDUCE:
             assert nodes[nodes.index(node) + 1].target is WAIT
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_braided_and_blocking_run_the_same_units(lowered: Lowered, kind: str) -> None:
-    def labels(blocking: bool) -> list[str]:
-        graph = block(lowered, *KINDS[kind], blocking=blocking).graph_module.graph
+def test_all_modes_of_collectives_run_the_same_units(lowered: Lowered, kind: str) -> None:
+    def labels(collectives: str) -> list[str]:
+        graph = block(lowered, *KINDS[kind], collectives=collectives).graph_module.graph
         return [n.meta["unit"].label for n in graph.nodes if "unit" in n.meta]
 
-    assert labels(True) == labels(False)
+    assert labels("overlap") == labels("blocking") == labels("free")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_free_leaves_the_collectives_out_and_nothing_else(lowered: Lowered, kind: str) -> None:
+    """Each unit that read a sum reads the local part of it."""
+    free = block(lowered, *KINDS[kind], collectives="free").graph_module.graph
+    assert not any(n.target in (ALL_REDUCE, WAIT) for n in free.nodes)
+
+    def reads(collectives: str) -> list[list[str]]:
+        graph = block(lowered, *KINDS[kind], collectives=collectives).graph_module.graph
+        found = []
+        for node in graph.nodes:
+            if "unit" in node.meta:
+                args = [a.args[0].args[0] if a.target is WAIT else a for a in node.args]
+                found.append([a.name for a in args])
+        return found
+
+    assert reads("free") == reads("overlap")
 
 
 def test_the_code_of_a_braid_reads_like_the_table(lowered: Lowered) -> None:

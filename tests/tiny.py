@@ -59,10 +59,10 @@ def lower(model: nn.Module | None = None, *, n_chunks: int = 2, tp_size: int = 2
     )
 
 
-def context(lowered: Lowered, *, sends: tuple[str, ...] = (), blocking: bool = False) -> Any:
+def context(lowered: Lowered, *, sends: tuple[str, ...] = (), collectives: Any = "overlap") -> Any:
     """A block context over all chunks whose modules only stand in: for tests that read graphs."""
     from fxbraid.passes.block import BlockContext
 
     labels = [u.label for c in lowered.chunks.values() for us in c.units.values() for u in us]
     modules: dict[str, nn.Module] = {name: nn.Identity() for name in [*labels, *sends]}
-    return BlockContext(chunks=lowered.chunks, modules=modules, tp_group="tp", blocking=blocking)
+    return BlockContext(chunks=lowered.chunks, modules=modules, tp_group="tp", collectives=collectives)

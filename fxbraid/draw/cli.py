@@ -1,7 +1,9 @@
-"""``fxbraid draw``: a schedule as a picture."""
+"""``fxbraid draw``: a schedule as a picture, alone or with a measured step below it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,42 +11,122 @@ import typer
 from rich.console import Console
 
 from fxbraid.draw import to_html, to_svg, to_terminal, to_trace
+from fxbraid.draw.measured import Measured
+from fxbraid.draw.measured import to_trace as to_measured_trace
 from fxbraid.schedule import Costs, ScheduleError
-from fxbraid.simulate import simulate
-from fxbraid.simulate.inputs import constant_workload, read_schedule, read_times
+from fxbraid.simulate import Result, simulate
+from fxbraid.simulate.inputs import constant_workload, imbalanced, read_schedule, read_times
+from fxbraid.timeline import Timeline
 
 
 def draw(
-    schedule: Annotated[str, typer.Argument(help="A schedule's name, or a CSV file.")] = "stp",
+    schedule: Annotated[
+        str | None,
+        typer.Argument(help="A schedule's name, or a CSV file. Default: the measured one, or stp."),
+    ] = None,
     pp: Annotated[int, typer.Option("--pp", help="Pipeline ranks.")] = 4,
     m: Annotated[int, typer.Option("-m", "--microbatches", help="Micro-batches.")] = 12,
     v: Annotated[
         int | None, typer.Option("-v", "--chunks", help="Chunks a rank, where there is a choice.")
     ] = None,
-    times: Annotated[str, typer.Option(help="T_F,T_I,T_W,T_AR of a chunk.")] = "1,1,1,0.25",
+    times: Annotated[
+        str | None,
+        typer.Option(
+            help="T_F,T_I,T_W,T_AR of a chunk. Default: as measured (then in seconds), or 1,1,1,0.25."
+        ),
+    ] = None,
     layers: Annotated[int, typer.Option(help="Layers of a chunk; each has two units.")] = 1,
     latency: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
     braid: Annotated[bool, typer.Option("--braid", help="Pair neighbours where that pays.")] = False,
     blocking: Annotated[bool, typer.Option("--blocking", help="Wait for every all-reduce at once.")] = False,
     imbalance: Annotated[str, typer.Option(help="RANK:FACTOR,... on the compute of a rank.")] = "",
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="A timeline that model.write_timeline wrote: drawn below the simulated step."),
+    ] = None,
+    tp_rank: Annotated[int, typer.Option("--tp-rank", help="Whose lanes to draw of a measured step.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page to zoom and hover.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome or Perfetto trace.")] = None,
     width: Annotated[int | None, typer.Option(help="Columns in the terminal.")] = None,
 ) -> None:
-    """Draw a simulated schedule in the terminal, and as SVG, HTML or a trace if asked."""
+    """Draw a simulated schedule, or a measured step over it, in the terminal, and as SVG, HTML or a trace if asked."""
     console = Console()
+    ask = Ask(schedule, pp, m, v, times, layers, latency, braid, blocking, imbalance)
     try:
-        f, i, w, ar = read_times(times)
-        plan = read_schedule(schedule, pp, m, v, braided=braid, costs=Costs(f, i, w, ar))
-        workload = constant_workload(plan, (f, i, w, ar), layers=layers, latency=latency, imbalance=imbalance)
-        result = simulate(plan, workload, braided=not blocking)
+        lanes = None if measured is None else read_measured(measured, tp_rank)
+        result = ask.simulate() if lanes is None else ask.beside(lanes)
     except ScheduleError as error:
         console.print(f"[red]{error}[/]", highlight=False)
         raise typer.Exit(2) from None
-    for path, make in ((svg, to_svg), (html, to_html), (trace, to_trace)):
+    timeline = None if lanes is None else lanes.timeline
+    made: list[tuple[Path | None, Callable[[], str]]] = [
+        (svg, lambda: to_svg(result, measured=lanes)),
+        (html, lambda: to_html(result, measured=lanes)),
+        (trace, lambda: to_trace(result) if timeline is None else to_measured_trace(timeline, result)),
+    ]
+    for path, make in made:
         if path is not None:
-            path.write_text(make(result), "utf-8")
+            path.write_text(make(), "utf-8")
             console.print(f"wrote {path}", highlight=False)
     if svg is None and html is None and trace is None:
-        console.print(to_terminal(result, width or console.width), soft_wrap=True)
+        console.print(to_terminal(result, width or console.width, measured=lanes), soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the command line says about the step to simulate."""
+
+    schedule: str | None
+    pp: int
+    m: int
+    v: int | None
+    times: str | None
+    layers: int
+    latency: float
+    braid: bool
+    blocking: bool
+    imbalance: str
+
+    def simulate(self, seconds: bool = False) -> Result:
+        """On constants. seconds: they are times of a clock, not units of time."""
+        f, i, w, ar = read_times(self.times or "1,1,1,0.25")
+        costs = Costs(f, i, w, ar)
+        plan = read_schedule(self.schedule or "stp", self.pp, self.m, self.v, braided=self.braid, costs=costs)
+        workload = constant_workload(
+            plan, (f, i, w, ar), layers=self.layers, latency=self.latency, imbalance=self.imbalance
+        )
+        if seconds:
+            workload = replace(workload, memory_unit="bytes")
+        return simulate(plan, workload, braided=not self.blocking)
+
+    def beside(self, lanes: Measured) -> Result:
+        """The step to put a measured one over: the same schedule at the costs of its own file, unless the command line
+        names another schedule or times (then on as many ranks and micro-batches)."""
+        timeline = lanes.timeline
+        known = timeline.schedule
+        here = replace(self, pp=known.p, m=known.m)
+        if self.times is not None:
+            return replace(here, schedule=self.schedule or known.name).simulate(seconds=True)
+        if timeline.workload is None:
+            raise ScheduleError(
+                "this timeline has no costs of units, as it was recorded with compiled blocks; say --times T_F,T_I,T_W,"
+                "T_AR in seconds"
+            )
+        plan = known
+        if self.schedule is not None:
+            plan = read_schedule(self.schedule, here.pp, here.m, here.v, braided=self.braid)
+        workload = imbalanced(plan, timeline.workload, self.imbalance)
+        braided = timeline.collectives != "blocking" and not self.blocking
+        return simulate(plan, workload, braided=braided, ordered_by=timeline.ordered_by)
+
+
+def read_measured(path: Path, tp_rank: int) -> Measured:
+    """The lanes of one TP rank of a file; raises ScheduleError where there are none."""
+    try:
+        timeline = Timeline.load(path)
+    except (OSError, ValueError) as error:
+        raise ScheduleError(str(error)) from None
+    if not 0 <= tp_rank < timeline.tp_size:
+        raise ScheduleError(f"--tp-rank {tp_rank} is none of the {timeline.tp_size} TP ranks of {path}")
+    return Measured(timeline, tp_rank)

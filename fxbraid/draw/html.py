@@ -9,31 +9,41 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from fxbraid.draw.layout import Block, blocks, headline
+from fxbraid.draw.layout import Block, Picture, blocks, headline
+from fxbraid.draw.measured import Measured, caption
 from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, paint
 from fxbraid.schedule import Action
 from fxbraid.simulate import Box, Result
 
 
-def to_html(result: Result) -> str:
-    """The page as text; open it in any browser. Its data is part of it."""
+def to_html(result: Result, *, measured: Measured | None = None) -> str:
+    """The page as text; open it in any browser. Its data is part of it. A ``measured`` step gets a row below each
+    simulated rank, on the same axis."""
+    title = headline(result) if measured is None else caption(measured.timeline, result)
     page = (files("fxbraid.draw") / "page.html").read_text("utf-8")
     # "</" would end the script in the middle of its data.
-    data = json.dumps(_data(result), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
-    return page.replace("/*TITLE*/", escape(headline(result))).replace("/*DATA*/", data)
+    data = json.dumps(_data(result, measured), separators=(",", ":"), ensure_ascii=False).replace(
+        "</", "<\\/"
+    )
+    return page.replace("/*TITLE*/", escape(title)).replace("/*DATA*/", data)
 
 
-def _data(result: Result) -> dict[str, Any]:
+def _data(result: Result, measured: Measured | None) -> dict[str, Any]:
     place = result.schedule.placement
     actions: dict[Action, int] = {}
-    ranks = [_rank(result, rank, actions) for rank in range(place.p)]
+    ranks: list[dict[str, Any]] = []
+    for rank in range(place.p):
+        more = {"memory": result.memory(rank), "peak": result.peak[rank]}
+        ranks.append(_rank(result, rank, actions) | more)
+        if measured is not None:
+            ranks.append(_rank(measured, rank, actions) | {"name": "measured", "memory": [], "peak": 0})
     legend = [
         [[paint(phase, turn * place.p, place).strong for turn in range(place.v)], name]
         for phase, name in (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
     ]
     legend += [[[HIDDEN], "all-reduce, hidden"], [[EXPOSED], "exposed"]]
     return {
-        "total": result.step_time,
+        "total": max(result.step_time, measured.step_time if measured else 0.0),
         "constants": result.workload.memory_unit != "bytes",
         "unit": result.workload.memory_unit,
         "peak": max(result.peak),
@@ -47,7 +57,6 @@ def _data(result: Result) -> dict[str, Any]:
             for phase in "FIW"
             for chunk in range(place.n_chunks)
         },
-        "steps": [[_plain(str(step)) for step in row] for row in result.schedule.actions],
         "ranks": ranks,
     }
 
@@ -57,7 +66,7 @@ def _plain(step: str) -> str:
     return step.partition(")")[0].lstrip("(").replace(";", " & ")
 
 
-def _rank(result: Result, rank: int, actions: dict[Action, int]) -> dict[str, Any]:
+def _rank(result: Picture, rank: int, actions: dict[Action, int]) -> dict[str, Any]:
     boxes: list[list[Any]] = []
     ribbons: list[list[Any]] = []
     braids: list[list[float]] = []
@@ -78,8 +87,9 @@ def _rank(result: Result, rank: int, actions: dict[Action, int]) -> dict[str, An
         "boxes": boxes,
         "ribbons": ribbons,
         "braids": braids,
-        "memory": result.memory(rank),
-        "peak": result.peak[rank],
+        "name": f"rank {rank}",
+        "rank": rank,
+        "steps": [_plain(str(step)) for step in result.schedule.actions[rank]],
     }
 
 
@@ -99,7 +109,7 @@ def _box(box: Box, actions: dict[Action, int], row: tuple[int, int], base: int) 
     ]
 
 
-def _ribbons(result: Result, block: Block) -> list[list[Any]]:
+def _ribbons(result: Picture, block: Block) -> list[list[Any]]:
     place = result.schedule.placement
     return [
         [

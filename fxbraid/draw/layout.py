@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from fxbraid.schedule import Action, Phase
+from fxbraid.schedule import Action, Phase, Schedule
 from fxbraid.simulate import Box, Result, StepBox
 
 
@@ -37,7 +38,21 @@ class Block:
         return len(self.strands) > 1
 
 
-def blocks(result: Result, rank: int) -> Iterator[Block]:
+class Picture(Protocol):
+    """What the pictures read of a step: a simulated one (``Result``) or a measured one (``measured.Measured``)."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def step_time(self) -> float: ...
+
+    def steps(self, rank: int) -> Iterator[StepBox]: ...
+
+    def boxes(self, rank: int) -> Iterator[Box]: ...
+
+
+def blocks(result: Picture, rank: int) -> Iterator[Block]:
     """The steps of a rank, ready to draw. In a block of two or three actions F is on top, all others
     below.
     """

@@ -7,11 +7,13 @@ below; red is what nothing hides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
-from fxbraid.draw.layout import Block, Strand, blocks, headline, number
+from fxbraid.draw.layout import Block, Picture, Strand, blocks, duration, headline, number
+from fxbraid.draw.measured import Measured, caption
 from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, paint
 from fxbraid.simulate import Box, Result
 
@@ -34,28 +36,38 @@ class Sizes:
     bottom: float = 62.0
 
     @property
-    def pitch(self) -> float:
-        """From one rank's row to the next."""
-        return self.lane + 3 + self.wire + self.gap
+    def row(self) -> float:
+        """Height of one rank's lanes."""
+        return self.lane + 3 + self.wire
 
 
-def to_svg(result: Result, sizes: Sizes = Sizes()) -> str:
-    """The picture of ``result`` as an SVG document with a transparent background."""
-    drawing = _Drawing(result, sizes)
+def to_svg(result: Result, sizes: Sizes = Sizes(), *, measured: Measured | None = None) -> str:
+    """The picture of ``result`` as an SVG document with a transparent background; with a ``measured`` step, which gets
+    a lane below each simulated one, on the same axis."""
+    if measured is not None:
+        sizes = replace(sizes, left=sizes.left + 12)  # room for the second name
+    total = max(result.step_time, measured.step_time if measured else 0.0)
+    exact = measured is not None and result.workload.memory_unit == "bytes"
+    title = headline(result) if measured is None else caption(measured.timeline, result)
+    plots = [_Drawing(one, sizes, total, exact) for one in (result, measured) if one is not None]
     p = result.schedule.p
+    pitch = len(plots) * sizes.row + (len(plots) - 1) * sizes.gap / 2 + sizes.gap
     width = sizes.left + sizes.width + sizes.right
-    height = sizes.top + p * sizes.pitch + sizes.bottom
+    height = sizes.top + p * pitch + sizes.bottom
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
-        f'font-family="{FONT}"><title>{escape(headline(result))}</title>',
+        f'font-family="{FONT}"><title>{escape(title)}</title>',
         _style(),
-        f'<text class="t" x="{sizes.left:g}" y="24" font-size="17" font-weight="600">'
-        f"{escape(headline(result))}</text>",
+        f'<text class="t" x="{sizes.left:g}" y="24" font-size="{17 if measured is None else 15}" '
+        f'font-weight="600">{escape(title)}</text>',
     ]
     for rank in range(p):
-        lines += drawing.row(rank)
-    lines += drawing.axis(p)
-    lines += drawing.legend(sizes.top + p * sizes.pitch + 44)
+        for k, plot in enumerate(plots):
+            y = sizes.top + rank * pitch + k * (sizes.row + sizes.gap / 2)
+            name = f"rank {rank}" if k == 0 else "measured"
+            lines += plot.row(rank, y, name, size=14 if k == 0 else 12)
+    lines += plots[0].axis(sizes.top + p * pitch - sizes.gap + 5)
+    lines += plots[0].legend(sizes.top + p * pitch + 44)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -72,18 +84,19 @@ def _style() -> str:
 
 
 class _Drawing:
-    def __init__(self, result: Result, sizes: Sizes) -> None:
-        self.result, self.sizes = result, sizes
-        self.scale = sizes.width / result.step_time if result.step_time else 0.0
+    """One step on the axis from 0 to ``total``. exact: times are seconds, and the axis says so."""
+
+    def __init__(self, result: Picture, sizes: Sizes, total: float, exact: bool) -> None:
+        self.result, self.sizes, self.total, self.exact = result, sizes, total, exact
+        self.scale = sizes.width / total if total else 0.0
 
     def x(self, time: float) -> float:
         return self.sizes.left + time * self.scale
 
-    def row(self, rank: int) -> Iterator[str]:
+    def row(self, rank: int, y: float, name: str, size: int) -> Iterator[str]:
         s = self.sizes
-        y = s.top + rank * s.pitch
-        at = f'x="{s.left - 9:g}" y="{y + s.lane / 2 + 5:g}" font-size="14" text-anchor="end"'
-        yield f'<text class="t" {at}>rank {rank}</text>'
+        at = f'x="{s.left - 9:g}" y="{y + s.lane / 2 + 5:g}" font-size="{size}" text-anchor="end"'
+        yield f'<text class="t" {at}>{name}</text>'
         yield _rect(s.left, y, s.width, s.lane, 'class="r" rx="3"')
         yield _rect(s.left, y + s.lane + 3, s.width, s.wire, 'class="r" rx="2"')
         for block in blocks(self.result, rank):
@@ -134,18 +147,17 @@ class _Drawing:
             # What is hidden is hidden from the start: the rest of a collective is the exposed part.
             yield _rect(x + width - bare, y, max(0.5, bare - 0.5), height, f'rx="1.5" fill="{EXPOSED}"')
 
-    def axis(self, p: int) -> Iterator[str]:
+    def axis(self, y: float) -> Iterator[str]:
         s = self.sizes
-        y = s.top + p * s.pitch - s.gap + 5
-        step = _tick(self.result.step_time)
+        step = _tick(self.total)
         yield f'<path class="g" d="M{s.left:g} {y:g}H{s.left + s.width:g}"/>'
         at = 0.0
-        while at <= self.result.step_time:
+        while at <= self.total:
             x = self.x(at)
             yield f'<path class="g" d="M{x:.1f} {y:g}v5"/>'
             yield (
                 f'<text class="t" x="{x:.1f}" y="{y + 18:g}" font-size="12" text-anchor="middle">'
-                f"{number(at)}</text>"
+                f"{duration(at, False) if self.exact else number(at)}</text>"
             )
             at += step
 
@@ -198,11 +210,8 @@ def _tick(total: float) -> float:
     """A round distance that gives about ten ticks."""
     if total <= 0:
         return 1.0
-    power = 10.0 ** len(str(int(total / 10))) / 10 if total >= 10 else 10.0 ** -(len(f"{1 / total:.0f}"))
-    for factor in (1, 2, 2.5, 5, 10, 20, 25, 50, 100):
-        if total / (power * factor) <= 12:
-            return float(power * factor)
-    return total
+    power = 10.0 ** math.floor(math.log10(total / 12))
+    return next((power * factor for factor in (1, 2, 2.5, 5) if total / (power * factor) <= 12), power * 10)
 
 
 __all__ = ["Sizes", "to_svg"]

@@ -9,7 +9,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from fxbraid.draw.layout import blocks, headline, number, size
+from fxbraid.draw.layout import Picture, blocks, duration, headline, number, size
+from fxbraid.draw.measured import Measured, caption
 from fxbraid.draw.palette import EXPOSED, INK, paint
 from fxbraid.simulate import Result
 
@@ -50,25 +51,31 @@ class _Canvas:
         return line
 
 
-def to_terminal(result: Result, width: int = 160) -> RenderableType:
+def to_terminal(result: Result, width: int = 160, *, measured: Measured | None = None) -> RenderableType:
     """A rich renderable of about ``width`` columns: the picture, the legend, one line of numbers per rank.
 
     Units that are narrower than a column share it; numbers show where they fit. ``▒`` is time in which a rank
-    waits for a collective.
+    waits for a collective. A ``measured`` step gets two half rows below each simulated rank, on the same axis.
     """
     columns = max(20, width - 9)
-    lines: list[RenderableType] = [Text(headline(result), style="bold"), Text()]
+    total = max(result.step_time, measured.step_time if measured else 0.0)
+    title = headline(result) if measured is None else caption(measured.timeline, result)
+    lines: list[RenderableType] = [Text(title, style="bold"), Text()]
     for rank in range(result.schedule.p):
-        canvas = _rank(result, rank, columns)
-        lines.append(Text(f"rank {rank:<3} ", no_wrap=True) + canvas.text(0))
-        lines.append(Text(" " * 9, no_wrap=True) + canvas.text(1))
+        for name, one in ((f"rank {rank}", result), ("measured", measured)):
+            if one is not None:
+                canvas = _rank(one, rank, columns, total)
+                lines.append(Text(f"{name:<8} ", no_wrap=True) + canvas.text(0))
+                lines.append(Text(" " * 9, no_wrap=True) + canvas.text(1))
         lines.append(Text())
-    return Group(*lines, _axis(result, columns), Text(), _legend(result), Text(), _numbers(result))
+    exact = measured is not None and result.workload.memory_unit == "bytes"
+    foot = (_axis(total, columns, exact), Text(), _legend(result), Text(), _numbers(result, measured))
+    return Group(*lines, *foot)
 
 
-def _rank(result: Result, rank: int, columns: int) -> _Canvas:
+def _rank(result: Picture, rank: int, columns: int, total: float) -> _Canvas:
     canvas = _Canvas.blank(columns)
-    scale = columns / result.step_time if result.step_time else 0.0
+    scale = columns / total if total else 0.0
     place = result.schedule.placement
     for block in blocks(result, rank):
         for strand in block.strands:
@@ -91,11 +98,12 @@ def _rank(result: Result, rank: int, columns: int) -> _Canvas:
     return canvas
 
 
-def _axis(result: Result, columns: int) -> Text:
+def _axis(total: float, columns: int, exact: bool) -> Text:
     line = [" "] * (columns + 9)
     count = max(1, columns // 16)
     for k in range(count + 1):
-        label = number(result.step_time * k / count)
+        at_time = total * k / count
+        label = duration(at_time, False) if exact else number(at_time)
         at = min(9 + round(columns * k / count), columns + 9 - len(label))
         line[at : at + len(label)] = label
     return Text("".join(line), style="dim", no_wrap=True)
@@ -113,7 +121,7 @@ def _legend(result: Result) -> Text:
     return line
 
 
-def _numbers(result: Result) -> Table:
+def _numbers(result: Result, measured: Measured | None) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("rank", "compute", "exposed TP", "exposed P2P", "bubble", "peak memory"):
         table.add_column(name, justify="right")
@@ -125,6 +133,12 @@ def _numbers(result: Result) -> Table:
             *(f"{100 * x / total:.1f} %" for x in shares),
             size(times.peak, result.workload.memory_unit),
         )
+    if measured is not None:
+        total = measured.step_time or 1.0
+        for own in (one for one in measured.timeline.ranks if one.tp == measured.tp):
+            parts = (own.compute, own.exposed_tp, own.exposed_p2p, own.bubble)
+            said = ("?" if x is None else f"{100 * x / total:.1f} %" for x in parts)
+            table.add_row(f"{own.pp} measured", *said, "")
     return table
 
 

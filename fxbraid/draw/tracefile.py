@@ -19,14 +19,18 @@ COMPUTE, COLLECTIVE, LINKS = 0, 1, 2
 
 def to_trace(result: Result) -> str:
     """The trace as JSON text."""
-    events = [event for rank in range(result.schedule.p) for event in _rank(result, rank)]
-    events += _messages(result)
     document = {
-        "traceEvents": events,
+        "traceEvents": events(result),
         "displayTimeUnit": "ms",
         "otherData": {"schedule": str(result.schedule), "workload": result.workload.label},
     }
     return json.dumps(document, separators=(",", ":"))
+
+
+def events(result: Result) -> list[dict[str, Any]]:
+    """The events of all ranks and links."""
+    found = [event for rank in range(result.schedule.p) for event in _rank(result, rank)]
+    return found + _messages(result)
 
 
 def microseconds(result: Result) -> float:

@@ -1,8 +1,8 @@
 """Discrete-event simulation of a schedule, unit by unit. Imports no torch, holds no state.
 
-The order comes from ``fxbraid.schedule.weave`` (units inside a block) and ``fxbraid.schedule.lower`` (what a
-rank posts, waits for and runs), as the executor's does. What it costs comes from a ``Workload``:
-``constants``, ``from_profile`` or ``analytic``.
+The order comes from ``fxbraid.schedule.weave`` or, from costs, ``listorder`` (units inside a block) and from
+``fxbraid.schedule.lower`` (what a rank posts, waits for and runs), as the executor's does. What it costs comes from a
+``Workload``: ``constants``, ``from_profile`` or ``analytic``.
 
 >>> from fxbraid.schedule import build
 >>> from fxbraid.simulate import constants, simulate
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from fxbraid.schedule import Schedule
 from fxbraid.simulate.analytic import Shape, analytic
+from fxbraid.simulate.block import BlockClock
 from fxbraid.simulate.constants import constants
 from fxbraid.simulate.device import DEVICES, Device, device
 from fxbraid.simulate.engine import run
@@ -28,6 +29,7 @@ __all__ = [
     "DEVICES",
     "INSTANT",
     "MODELS",
+    "BlockClock",
     "Box",
     "ChunkCost",
     "Device",
@@ -42,6 +44,7 @@ __all__ = [
     "UnitCost",
     "Workload",
     "analytic",
+    "at_clock",
     "constants",
     "device",
     "from_profile",
@@ -51,11 +54,20 @@ __all__ = [
 ]
 
 
-def simulate(schedule: Schedule, workload: Workload, *, braided: bool = True) -> Result:
+def simulate(
+    schedule: Schedule, workload: Workload, *, braided: bool = True, ordered_by: Workload | None = None
+) -> Result:
     """One training step of ``schedule`` at the costs of ``workload``: forward and backward of all
     micro-batches.
 
     braided=False waits for every collective right behind its launch: the same order with nothing hidden.
-    Raises ScheduleError if the workload does not fit the schedule, or if the schedule deadlocks.
+    ordered_by: the costs that units inside blocks are ordered by (``schedule.listorder``), usually ``workload``
+    itself; None is the paper's order. Raises ScheduleError if a workload does not fit the schedule, or if the
+    schedule deadlocks.
     """
-    return summarize(schedule, workload, braided, run(schedule, workload, braided))
+    return at_clock(schedule, BlockClock(workload, braided, ordered_by))
+
+
+def at_clock(schedule: Schedule, clock: BlockClock) -> Result:
+    """``simulate`` on a clock that is there already: many schedules at the same costs time their blocks once."""
+    return summarize(schedule, clock, run(schedule, clock))

@@ -1,20 +1,21 @@
 """One block on a clock: when each unit, each collective and each send happens, counted from the block's
 start.
 
-The order is ``weave``'s. A collective starts when its unit has ended and the collectives before it are done;
-the next unit of its strand waits for it. A boundary leaves when the last unit of its part is done (and waited
-for, if it ends with a collective). Nothing of a block outlives it but its sends, so its inner times depend on
-nothing outside: each kind of block is timed once, however often it runs.
+The order is ``weave``'s, or the one that ``listorder`` makes from costs. A collective starts when its unit has
+ended and the collectives before it are done; the next unit of its strand waits for it. A boundary leaves when the
+last unit of its part is done (and waited for, if it ends with a collective). Nothing of a block outlives it but its
+sends, so its inner times depend on nothing outside: each kind of block is timed once, however often it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fxbraid.schedule import Action, Composite, Phase, Step
-from fxbraid.schedule.weave import weave
+from fxbraid.schedule.listorder import Orders
+from fxbraid.schedule.weave import Order, Strand, weave
 from fxbraid.simulate.workload import UnitCost, Workload, strand
 
 Lane = Literal["compute", "collective"]
@@ -125,16 +126,33 @@ class _Clock:
         line.pending = None
 
 
-def time_block(actions: Sequence[Action], workload: Workload, braided: bool = True) -> BlockTimes:
+def time_block(
+    actions: Sequence[Action],
+    workload: Workload,
+    braided: bool = True,
+    ordered_by: Workload | None = None,
+    orders: Callable[[Sequence[Strand]], Order] | None = None,
+) -> BlockTimes:
     """The times of the block of ``actions``; with ``braided=False`` every collective is waited for at once,
-    the same units in the same order with nothing hidden.
+    the same units in the same order with nothing hidden. ordered_by: the costs that the order is made from,
+    by ``orders``; None is the paper's order.
     """
     lines = _lines(actions, workload)
     own = {part for part, action in enumerate(actions) if action.phase is Phase.B}
-    strands = [strand(ln.units, ln.phase, ln.phase == "W" and ln.part in own) for ln in lines]
+    planned = lines if ordered_by is None else _lines(actions, ordered_by)
+    strands = [
+        strand(
+            ln.units, ln.phase, ln.phase == "W" and ln.part in own, None if ordered_by is None else plan.units
+        )
+        for ln, plan in zip(lines, planned, strict=True)
+    ]
+    if ordered_by is None:
+        orders = weave
+    elif orders is None:
+        orders = Orders(ordered_by.contention)
     clock = _Clock(braided, workload.contention)
     sends: list[tuple[float, int] | None] = [None] * len(actions)
-    for s, u in weave(strands):
+    for s, u in orders(strands):
         line = lines[s]
         clock.run(line, line.units[u])
         if line.phase != "W" and not line.left and line.pending is None:
@@ -154,16 +172,26 @@ class BlockClock:
 
     workload: Workload
     braided: bool = True
+    ordered_by: Workload | None = None
     known: dict[tuple[tuple[Phase, int], ...], BlockTimes] = field(default_factory=dict)
+    orders: Orders | None = None
+
+    def __post_init__(self) -> None:
+        if self.ordered_by is not None:
+            self.orders = Orders(self.ordered_by.contention)
 
     def time(self, step: Step) -> BlockTimes:
         """The times of a step's block."""
         actions = step.parts if isinstance(step, Composite) else (step,)
         chunks = self.workload.chunks
         key = tuple([(action.phase, id(chunks[action.chunk])) for action in actions])
+        if self.ordered_by is not None and self.ordered_by is not self.workload:
+            planned = self.ordered_by.chunks
+            key += tuple([(action.phase, id(planned[action.chunk])) for action in actions])
         found = self.known.get(key)
         if found is None:
-            found = self.known[key] = time_block(actions, self.workload, self.braided)
+            found = time_block(actions, self.workload, self.braided, self.ordered_by, self.orders)
+            self.known[key] = found
         return found
 
 

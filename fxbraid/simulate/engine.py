@@ -17,7 +17,6 @@ from fxbraid.schedule import Composite, Phase, Schedule, ScheduleError, Step
 from fxbraid.schedule.lower import Arrive, Channel, Post, Run, channels, lower
 from fxbraid.schedule.walk import execution_order
 from fxbraid.simulate.block import BlockClock, BlockTimes
-from fxbraid.simulate.workload import Workload
 
 UNKNOWN = -1.0
 
@@ -47,20 +46,21 @@ class Trace:
     in_flight: list[float] = field(default_factory=list)
 
 
-def run(schedule: Schedule, workload: Workload, braided: bool) -> Trace:
-    """Simulate; raises ScheduleError if the workload does not fit or the schedule deadlocks."""
-    if len(workload.chunks) != schedule.n_chunks:
-        raise ScheduleError(
-            f"the workload describes {len(workload.chunks)} chunks, but {schedule.name} on p={schedule.p}, "
-            f"v={schedule.v} has {schedule.n_chunks}; give one ChunkCost per chunk"
-        )
-    return _Run(schedule, workload, braided).go()
+def run(schedule: Schedule, clock: BlockClock) -> Trace:
+    """Simulate; raises ScheduleError if a workload does not fit or the schedule deadlocks."""
+    for costs in (clock.workload, clock.ordered_by or clock.workload):
+        if len(costs.chunks) != schedule.n_chunks:
+            raise ScheduleError(
+                f"the workload describes {len(costs.chunks)} chunks, but {schedule.name} on p={schedule.p}, "
+                f"v={schedule.v} has {schedule.n_chunks}; give one ChunkCost per chunk"
+            )
+    return _Run(schedule, clock).go()
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, workload: Workload, braided: bool) -> None:
-        self.schedule, self.workload = schedule, workload
-        self.clock = BlockClock(workload, braided)
+    def __init__(self, schedule: Schedule, clock: BlockClock) -> None:
+        self.schedule, self.workload = schedule, clock.workload
+        self.clock = clock
         lanes = channels(schedule)
         self.number = {(channel.phase, channel.chunk): k for k, (channel, _, _) in enumerate(lanes)}
         count = len(lanes) * schedule.m

@@ -95,6 +95,7 @@ class Result:
     step_time: float
     ranks: tuple[RankTimes, ...]
     trace: Trace
+    ordered_by: Workload | None = None
 
     @property
     def bubble_share(self) -> float:
@@ -208,8 +209,9 @@ def static_bytes(schedule: Schedule, workload: Workload, rank: int) -> float:
     return sum(workload.static[chunk] for chunk in schedule.placement.chunks_of(rank))
 
 
-def summarize(schedule: Schedule, workload: Workload, braided: bool, trace: Trace) -> Result:
+def summarize(schedule: Schedule, clock: BlockClock, trace: Trace) -> Result:
     """The totals of a trace."""
+    workload = clock.workload
     ends = [
         starts[-1] + blocks[-1].length if starts else 0.0
         for starts, blocks in zip(trace.starts, trace.blocks, strict=True)
@@ -231,7 +233,7 @@ def summarize(schedule: Schedule, workload: Workload, braided: bool, trace: Trac
                 peak=_peak(static_bytes(schedule, workload, rank), blocks),
             )
         )
-    return Result(schedule, workload, braided, step_time, tuple(ranks), trace)
+    return Result(schedule, workload, clock.braided, step_time, tuple(ranks), trace, clock.ordered_by)
 
 
 def _collective(trace: Trace, rank: int) -> float:
@@ -245,9 +247,14 @@ def _collective(trace: Trace, rank: int) -> float:
     return total
 
 
-def peaks(schedule: Schedule, workload: Workload) -> tuple[float, ...]:
+def peaks(schedule: Schedule, workload: Workload, *, ordered_by: Workload | None = None) -> tuple[float, ...]:
     """``Result.peak`` without a clock: a rank's memory depends on its own list alone."""
-    clock = BlockClock(workload)
+    return peaks_at(schedule, BlockClock(workload, ordered_by=ordered_by))
+
+
+def peaks_at(schedule: Schedule, clock: BlockClock) -> tuple[float, ...]:
+    """``peaks`` with block times that are there already."""
+    workload = clock.workload
     return tuple(
         _peak(static_bytes(schedule, workload, rank), [clock.time(step) for step in row])
         for rank, row in enumerate(schedule.actions)

@@ -121,6 +121,17 @@ class Workload:
         """The link from rank to rank."""
         return self.links.get((source, destination), self.link)
 
+    def merged(self) -> Workload:
+        """Half as many chunks, each of two neighbours: what the same model costs with half the chunks a rank.
+
+        An approximation of tracing it anew: the units at the seam stay apart, and layers are not balanced again.
+        """
+        if len(self.chunks) % 2:
+            raise ScheduleError(f"{len(self.chunks)} chunks do not merge in pairs")
+        pairs = zip(self.chunks[::2], self.chunks[1::2], strict=True)
+        static = tuple(a + b for a, b in zip(self.static[::2], self.static[1::2], strict=True))
+        return replace(self, chunks=tuple(_joined(a, b) for a, b in pairs), static=static)
+
     def imbalanced(self, factors: Mapping[int, float], rank_of: tuple[int, ...]) -> Workload:
         """The chunks of rank r take ``factors[r]`` times as long; ``rank_of[chunk]`` is the placement."""
         for rank, factor in factors.items():
@@ -136,12 +147,39 @@ class Workload:
         return replace(self, chunks=chunks)
 
 
-def strand(units: tuple[UnitCost, ...], phase: str, own: bool) -> Strand:
-    """What ``weave`` needs to know of the units of one phase."""
+def _joined(a: ChunkCost, b: ChunkCost) -> ChunkCost:
+    """``a`` and the chunk behind it as one."""
+
+    def behind(units: tuple[UnitCost, ...], made: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
+        deepest = 1 + max((unit.depth for unit in made), default=-1)
+        return tuple(replace(unit, depth=unit.depth + deepest) for unit in units)
+
+    return ChunkCost(
+        f=(*a.f, *behind(b.f, a.f)),
+        i=(*b.i, *behind(a.i, b.i)),
+        w=(*b.w, *behind(a.w, b.i)),
+        sends_f=b.sends_f,
+        sends_i=a.sends_i,
+    )
+
+
+def strand(
+    units: tuple[UnitCost, ...], phase: str, own: bool, costs: tuple[UnitCost, ...] | None = None
+) -> Strand:
+    """What ``weave`` needs to know of the units of one phase; with ``costs``, the same units at the times that their
+    order is made from, what ``listorder`` needs to know.
+    """
+    if costs is not None and len(costs) != len(units):
+        raise ScheduleError(
+            f"the order is to be made from costs of {len(costs)} {phase} units, but the chunk has {len(units)}; make "
+            "both workloads from the same partition"
+        )
     return Strand(
         phase=phase,
         launches=tuple(unit.launches for unit in units),
         heavy=tuple(unit.heavy for unit in units),
         depth=tuple(unit.depth for unit in units),
         own=own,
+        seconds=() if costs is None else tuple(unit.seconds for unit in costs),
+        collective=() if costs is None else tuple(unit.collective * unit.launches for unit in costs),
     )

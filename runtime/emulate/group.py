@@ -27,18 +27,23 @@ if TYPE_CHECKING:
 class EmulatedWork(AnyWork):
     """A collective or message under way. ``wait()`` returns with the data there and the clock at the emulated end."""
 
-    def __init__(self, real: Any, ticket: Ticket, queue: Queue, session: Session) -> None:
+    def __init__(
+        self, real: Any, ticket: Ticket, queue: Queue, session: Session, *, message: bool = False
+    ) -> None:
         super().__init__()
+        self._message = message
         self._real, self._ticket, self._queue, self._session = real, ticket, queue, session
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """As ``Work.wait``; zero means the group's own timeout."""
-        since = monotonic()
+        since, before = monotonic(), self._session.clock.now()
         if timeout:
             self._real.wait(timeout)
         else:
             self._real.wait()
         self._session.clock.meet(self._queue.wait(self._ticket), since)
+        if not self._message:
+            self._session.waited += self._session.clock.now() - before
         return True
 
     def is_completed(self) -> bool:
@@ -153,7 +158,7 @@ class EmulatedGroup(AnyProcessGroup):
         if self._me == source:
             time = self.session.book(self._ranks[target], time, moves)
         ticket = self._messages[key].launch(Stamp(time, moves, to_ps(link.alpha_s), tag))
-        return EmulatedWork(start(), ticket, self._messages[key], self.session)
+        return EmulatedWork(start(), ticket, self._messages[key], self.session, message=True)
 
 
 #: What each collective's whole buffer is (see ``cluster.factor``): of which argument, and how often.

@@ -28,12 +28,14 @@ BACKEND = "fxbraid_emulated"
 
 
 class Session:
-    """The state of one rank. ``units``: what ``unit_times`` was given."""
+    """The state of one rank. ``units``: what ``unit_times`` was given. ``waited``: ps for which this rank has waited
+    for collectives, wherever the wait was, also inside compiled code."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.clock = make_clock(cluster)
         self.units: UnitTimes | None = None
+        self.waited = 0
         self._queues: list[Queue] = []
         self._wires: dict[int, int] = {}  # when this rank's wire to each other one is free
 

@@ -2,9 +2,9 @@
 
 fxbraid's units come through one line of ``runtime/engine.py``, where a unit is bound to its artefact::
 
-    BoundUnit(unit, timed(unit, artefacts.get(unit)), state, slots)
+    BoundUnit(unit, artefacts.get(unit), state, slots, around=timed)
 
-Outside an emulated cluster ``timed`` returns the artefact itself, so nothing is added to a real run.
+Outside an emulated cluster ``timed`` returns what it is given, so nothing is added to a real run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unit_times(seconds: Seconds | None, *, arithmetic: bool = True) -> None:
     ``seconds`` is asked once for each label, reads what it likes of the unit (``name``, ``phase``, ``chunk``,
     ``matmuls``, ``flops``), and may be set again at any time, without building the model anew. arithmetic=False:
     units return zeros of the right shape, collectives move those zeros, and ``label()`` says "timing only"; losses
-    and gradients then mean nothing. On the wall clock ``seconds`` has no effect.
+    then mean nothing, and gradients stay as they are. On the wall clock ``seconds`` has no effect.
     """
     if seconds is None and not arithmetic:
         raise ValueError("arithmetic=False without modelled times would measure nothing; give seconds")
@@ -53,7 +53,7 @@ def unit_times(seconds: Seconds | None, *, arithmetic: bool = True) -> None:
 
 
 class Timed:
-    """An artefact that takes its modelled time."""
+    """A unit's call that takes its modelled time."""
 
     def __init__(self, unit: Unit, artefact: Artefact, session: Session) -> None:
         self._unit, self._artefact, self._session = unit, artefact, session
@@ -67,14 +67,16 @@ class Timed:
         return outs
 
     def _zeros(self) -> list[Tensor]:
-        values = [node.meta["val"] for node in self._unit.outs]
+        outs = zip(self._unit.outs, self._unit.grads, strict=True)
+        values = [node.meta["val"] for node, name in outs if name is None]
         return [
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).zero_() for v in values
         ]
 
 
 def timed(unit: Unit, artefact: Artefact) -> Artefact:
-    """``artefact`` with the time that ``unit_times`` gives ``unit``; itself outside an emulated cluster."""
+    """``artefact``, the call of ``unit`` (without gradients among its results), with the time that ``unit_times``
+    gives it; itself outside an emulated cluster."""
     session = active()
     if session is None or isinstance(artefact, Timed):
         return artefact

@@ -1,0 +1,164 @@
+"""Which schedule, and which order of units, at measured costs: ``braid(schedule="auto")`` and ``braid(order="costs")``.
+
+Collective: ranks profile their own chunks, everybody learns the costs of all chunks, the first rank decides and the
+others are told. So the decision is the same everywhere, whatever each rank's clock said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import schedule as schedules
+from .passes.compile import Artefacts
+from .passes.errors import BraidError, PartitionError
+from .passes.pipeline import Lowered
+from .plan.choose import UNIT_ORDERS, Candidate, Choice, UnitOrder, choose, settle
+from .runtime.mesh import Mesh
+from .runtime.profile import Profile, as_profile, gather_workload, make_profile, meet
+from .schedule import Placement, Schedule
+from .simulate import Workload
+
+Order = str | Mapping[str, float]
+"""What ``braid(order=...)`` takes: "paper", "costs", or the costs themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be decided. schedule: None for "auto". order: "costs" measures, a profile is taken as it is."""
+
+    schedule: Schedule | None
+    order: Order
+    m: int
+    braided: bool = True
+    reproducible: bool = False
+    max_live: int | None = None
+    repeats: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What runs. ordered_by: the costs that units in blocks are ordered by, None for the paper's order. lowered: this
+    rank's chunks, traced for training.
+    """
+
+    schedule: Schedule
+    ordered_by: Workload | None
+    profile: Profile
+    choice: Choice
+    lowered: Lowered
+
+
+def check_order(order: Order | None, *, auto: bool) -> Order:
+    """``order``, or its default: "costs" for the schedule "auto", which measures anyway, else "paper"."""
+    if order is None:
+        return "costs" if auto else "paper"
+    if isinstance(order, str) and order not in UNIT_ORDERS:
+        raise BraidError(
+            f'order={order!r}: use "paper", "costs" (measured), or a profile: fxbraid.profile(model) or seconds by '
+            "unit key"
+        )
+    return order
+
+
+def decide(asked: Asked, mesh: Mesh, artefacts: Artefacts, lower: Callable[[Placement], Lowered]) -> Decision:
+    """Measure, choose, and lower for what was chosen. Collective; the same on every rank.
+
+    ``lower``: traces this rank's chunks under a placement.
+    """
+    schedule = asked.schedule
+    start = schedule if schedule is not None else _provisional(asked, mesh, lower)
+    lowered = lower(start.placement)
+    profile = _profile(asked, mesh, artefacts, lowered, start)
+    costs = gather_workload(lowered, profile, mesh)
+    orders: tuple[UnitOrder, ...] = ("paper",) if asked.order == "paper" else ("costs", "paper")
+
+    def decision() -> Choice:
+        if schedule is not None:
+            return settle(_plain(schedule, asked), costs, orders=orders)
+        found = choose(mesh.pp_size, asked.m, costs, orders=orders, max_live=asked.max_live)
+        return found if asked.braided else settle(_plain(found.schedule, asked), costs, orders=orders)
+
+    choice = _told(mesh, decision)
+    chosen = schedules.reproducible(choice.schedule) if asked.reproducible else choice.schedule
+    schedules.check(chosen)
+    if chosen.placement != start.placement:
+        lowered = lower(chosen.placement)
+        profile = _profile(asked, mesh, artefacts, lowered, chosen)
+        costs = gather_workload(lowered, profile, mesh)
+    return Decision(chosen, costs if choice.best.order == "costs" else None, profile, choice, lowered)
+
+
+def _plain(schedule: Schedule, asked: Asked) -> Schedule:
+    return schedule if asked.braided else schedules.unbraid(schedule)
+
+
+def _provisional(asked: Asked, mesh: Mesh, lower: Callable[[Placement], Lowered]) -> Schedule:
+    """Where chunks lie while costs are measured: two a rank on the V, or one where the model has too few layers."""
+    two = schedules.build("zbv", p=mesh.pp_size, m=asked.m)
+    try:
+        lower(two.placement)
+    except PartitionError:
+        return schedules.build("1f1b", p=mesh.pp_size, m=asked.m)
+    return two
+
+
+def _profile(asked: Asked, mesh: Mesh, artefacts: Artefacts, lowered: Lowered, schedule: Schedule) -> Profile:
+    if isinstance(asked.order, str):
+        return make_profile(lowered, artefacts, mesh, schedule, repeats=asked.repeats)
+    given = as_profile(asked.order)
+    facts = [sorted(given.seconds.items()), dataclasses.astuple(given.all_reduce), given.contention]
+    digests = meet(mesh, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+    if len(set(digests)) > 1:
+        raise BraidError(
+            "order= holds other costs on other ranks, so their orders of collectives could differ; give all ranks the "
+            "same, as fxbraid.profile(model) does"
+        )
+    return given
+
+
+def _told(mesh: Mesh, decision: Callable[[], Choice]) -> Choice:
+    """The first rank's decision, on every rank. If it raises there, it raises everywhere."""
+    first = mesh.model_rank == 0
+    mine: Any = None
+    error: Exception | None = None
+    if first:
+        try:
+            mine = _say(decision())
+        except schedules.ScheduleError as raised:
+            mine, error = {"error": str(raised)}, raised
+    said = meet(mesh, mine)[0]
+    if "error" in said:
+        raise error or schedules.ScheduleError(said["error"])
+    return _hear(said)
+
+
+def _say(choice: Choice) -> dict[str, Any]:
+    schedule = choice.schedule
+    place = schedule.placement
+    return {
+        "asked": choice.asked,
+        "schedule": [schedule.name, place.kind, place.p, place.v, schedule.to_csv()],
+        "best": dataclasses.asdict(choice.best),
+        "torch": None if choice.torch is None else dataclasses.asdict(choice.torch),
+        "others": [dataclasses.asdict(one) for one in choice.others],
+        "considered": choice.considered,
+        "costs": choice.costs,
+    }
+
+
+def _hear(said: Mapping[str, Any]) -> Choice:
+    name, kind, p, v, text = said["schedule"]
+    return Choice(
+        asked=said["asked"],
+        schedule=Schedule.from_csv(text, Placement(kind, p, v), name=name),
+        best=Candidate(**said["best"]),
+        torch=None if said["torch"] is None else Candidate(**said["torch"]),
+        others=tuple(Candidate(**one) for one in said["others"]),
+        considered=said["considered"],
+        costs=said["costs"],
+    )

@@ -1,0 +1,189 @@
+"""Links, measured: the all-reduce of the tensor-parallel group and messages between pipeline ranks.
+
+Two sizes each give alpha and beta. What is measured is what the program will do: collectives over the ranks that use
+them (all TP groups at the same time, as in a step), messages over the channels' own groups.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..passes.compile import Artefacts
+from ..passes.cost import nbytes
+from ..passes.joint import Phase
+from ..passes.pipeline import Lowered
+from ..schedule import Schedule
+from ..schedule.lower import Channel, channels
+from .costs import bound_unit
+from .mesh import Mesh
+
+SMALL = 1024
+"""Bytes of a message whose time is nearly all alpha."""
+
+BESIDE_S = 0.3
+"""Seconds, at most, of units that run beside an all-reduce to see how they slow each other down."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime:
+    """alpha_s + bytes / beta_bytes_per_s; of a collective the factor of its algorithm is in beta."""
+
+    alpha_s: float = 0.0
+    beta_bytes_per_s: float = math.inf
+
+    def seconds(self, size: int) -> float:
+        """Seconds for ``size`` bytes."""
+        return self.alpha_s + size / self.beta_bytes_per_s
+
+
+INSTANT = LinkTime()
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The largest collective and the largest boundary, in bytes."""
+
+    collective: int
+    boundary: int
+
+
+def sizes_of(lowered: Lowered) -> Sizes:
+    """What this rank's chunks reduce and send; at least 64 KB, below which beta would be noise."""
+    collective = boundary = 2**16
+    for chunk in lowered.chunks.values():
+        for units in chunk.units.values():
+            for out in (out for unit in units for out in unit.outs):
+                if any(chunk.is_collective(user) for user in out.users):
+                    collective = max(collective, nbytes(out.meta["val"]))
+        for values in (chunk.outputs if chunk.joint.chunk.boundary_out else (), chunk.input_grads):
+            boundary = max(boundary, sum(nbytes(node.meta["val"]) for node in values))
+    return Sizes(collective, boundary)
+
+
+def measure_links(
+    lowered: Lowered, artefacts: Artefacts, mesh: Mesh, schedule: Schedule, sizes: Sizes, *, repeats: int
+) -> dict[str, list[float]]:
+    """This rank's measurements by name: ``all_reduce`` and ``message S-D`` as [alpha, beta], ``contention`` as [share].
+
+    Collective over all ranks, which must give equal ``sizes``.
+    """
+    found: dict[str, list[float]] = {}
+    if mesh.tp_group is not None and mesh.tp_size > 1:
+        group = mesh.tp_group
+
+        def reduce(tensor: Tensor) -> None:
+            dist.all_reduce(tensor, group=group)
+
+        small, large = (
+            _median(reduce, _bytes(size, mesh), mesh, repeats) for size in (SMALL, sizes.collective)
+        )
+        found["all_reduce"] = _fit(small, large, sizes.collective)
+        found["contention"] = [_contention(lowered, artefacts, mesh, large, sizes.collective)]
+    groups = mesh.channel_groups(schedule)
+    seen: set[tuple[int, int]] = set()
+    for channel, source, destination in channels(schedule):
+        if (source, destination) in seen:
+            continue
+        seen.add((source, destination))
+        if mesh.pp_rank in (source, destination):
+            values = _message(groups, channel, source, destination, mesh, sizes.boundary, repeats)
+            if values is not None:
+                found[f"message {source}-{destination}"] = values
+    return found
+
+
+def _message(
+    groups: Mapping[Channel, dist.ProcessGroup],
+    channel: Channel,
+    source: int,
+    destination: int,
+    mesh: Mesh,
+    size: int,
+    repeats: int,
+) -> list[float] | None:
+    """[alpha, beta] on the source, None on the destination: a message out, and a small one back."""
+    group = groups[channel]
+    peer = mesh.global_rank(destination if mesh.pp_rank == source else source)
+    back = _bytes(SMALL, mesh)
+
+    def there_and_back(tensor: Tensor) -> None:
+        if mesh.pp_rank == source:
+            dist.send(tensor, peer, group=group)
+            dist.recv(back, peer, group=group)
+        else:
+            dist.recv(tensor, peer, group=group)
+            dist.send(back, peer, group=group)
+
+    small, large = (_median(there_and_back, _bytes(n, mesh), mesh, repeats) for n in (SMALL, size))
+    if mesh.pp_rank == destination:
+        return None
+    alpha, beta = small / 2, (size - SMALL) / max(large - small, 1e-9)
+    return [alpha, beta]
+
+
+def _fit(small: float, large: float, size: int) -> list[float]:
+    """[alpha, beta] through two points."""
+    beta = (size - SMALL) / max(large - small, 1e-9)
+    return [max(small - SMALL / beta, 0.0), beta]
+
+
+def _contention(
+    lowered: Lowered, artefacts: Artefacts, mesh: Mesh, reduce_s: float, size: int, repeats: int = 3
+) -> float:
+    """What an all-reduce of ``size`` bytes takes from the units beside it, as a share of its own time.
+
+    The heaviest F unit runs alone for as long as the all-reduce takes and half as long again, then beside it.
+    """
+    units = [u for chunk in lowered.chunks.values() for u in chunk.units[Phase.F]]
+    call, inputs = bound_unit(max(units, key=lambda unit: unit.flops), artefacts)
+    tensor = _bytes(size, mesh)
+    alone = _median(lambda _: call(list(inputs)), tensor, mesh, repeats)
+    # The same number on every rank of the group: each does its share of collectives.
+    wanted = torch.tensor(
+        [min(1.5 * reduce_s, BESIDE_S) / max(alone, 1e-6)], dtype=torch.float64, device=mesh.device
+    )
+    dist.all_reduce(wanted, dist.ReduceOp.MAX, group=mesh.tp_group)
+    count = max(1, math.ceil(float(wanted)))
+
+    def units_alone(_: Tensor) -> None:
+        for _run in range(count):
+            call(list(inputs))
+
+    def beside(tensor: Tensor) -> None:
+        work = dist.all_reduce(tensor, group=mesh.tp_group, async_op=True)
+        units_alone(tensor)
+        if work is not None:
+            work.wait()
+
+    plain = _median(units_alone, tensor, mesh, repeats)
+    both = _median(beside, tensor, mesh, repeats)
+    return (both - max(plain, reduce_s)) / max(min(plain, reduce_s), 1e-9)
+
+
+def _bytes(size: int, mesh: Mesh) -> Tensor:
+    return torch.zeros(max(size // 4, 1), dtype=torch.float32, device=mesh.device)
+
+
+def _median(call: Callable[[Tensor], Any], tensor: Tensor, mesh: Mesh, repeats: int) -> float:
+    """Seconds of ``call``; the first run is discarded."""
+    samples = []
+    for _ in range(repeats + 1):
+        start = _now(mesh)
+        call(tensor)
+        samples.append(_now(mesh) - start)
+    return statistics.median(samples[1:])
+
+
+def _now(mesh: Mesh) -> float:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+    return time.perf_counter()

@@ -1,0 +1,272 @@
+"""``Profile``: what this machine needs for every distinct unit and link, measured once and the same on all ranks.
+
+Orders of units and schedules are derived from it, and ranks of a tensor-parallel group must derive the same ones: so
+every rank measures its own units, all ranks meet, and each takes the median of what was measured. On an emulated
+cluster the modelled times and links are taken instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..passes.compile import Artefacts
+from ..passes.errors import BraidError
+from ..passes.pipeline import Lowered
+from ..passes.units import Unit
+from ..schedule import Schedule
+from ..schedule.listorder import CostOrder, Orders, UnitTime
+from ..schedule.lower import channels
+from ..simulate import ChunkCost, Link, UnitCost, Workload
+from . import emulate
+from .costs import chunk_cost, place_of, unit_seconds
+from .links import INSTANT, LinkTime, Sizes, measure_links, sizes_of
+from .mesh import Mesh
+from .profile_cache import ProfileCache, machine
+
+#: A collective that leaves less than this of the device to the units beside it is taken to leave this much.
+LEAST_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Profile(Mapping[str, float]):
+    """Seconds of units by key (it is a mapping of them), and links. Every rank has the same.
+
+    all_reduce: of the TP group, by bytes of the tensor. messages: by (source, destination) pipeline rank; rendezvous:
+    a message starts when its receive is posted. contention: share of the device that a running all-reduce takes from
+    the units beside it, 0 to 1 or above where overlapping costs more than it gains. label: where the numbers come
+    from. made_from: what they depend on.
+    """
+
+    seconds: Mapping[str, float]
+    all_reduce: LinkTime = INSTANT
+    messages: Mapping[tuple[int, int], LinkTime] = field(default_factory=dict)
+    rendezvous: bool = True
+    contention: float = 0.0
+    label: str = "measured profile"
+    made_from: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> float:
+        return self.seconds[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.seconds)
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def links(self) -> dict[tuple[int, int], Link]:
+        """The links of pipeline ranks, as the simulator takes them."""
+        return {
+            ends: Link(link.alpha_s, link.beta_bytes_per_s, self.rendezvous)
+            for ends, link in self.messages.items()
+        }
+
+    @property
+    def share(self) -> float:
+        """``contention`` within what a clock can work with."""
+        return min(max(self.contention, 0.0), 1 - LEAST_SHARE)
+
+    def with_times(self, seconds: Mapping[str, float]) -> Profile:
+        """The same links with other unit times."""
+        return dataclasses.replace(self, seconds=dict(seconds))
+
+
+def as_profile(times: Mapping[str, float]) -> Profile:
+    """A profile from plain seconds by unit key: links that take no time."""
+    return times if isinstance(times, Profile) else Profile(dict(times), label="given times")
+
+
+def make_profile(
+    lowered: Lowered,
+    artefacts: Artefacts,
+    mesh: Mesh,
+    schedule: Schedule,
+    *,
+    repeats: int = 5,
+    cache: bool = True,
+) -> Profile:
+    """Measure what the cache does not know. Collective over all ranks of ``mesh``.
+
+    ``lowered``: this rank's chunks. ``schedule`` says which ranks exchange messages. What was measured is stored by
+    rank 0 and read by rank 0 alone, so that all ranks always start from the same.
+    """
+    session = emulate.active()
+    if session is not None and session.cluster.clock != "wall":
+        return _emulated(lowered, mesh, schedule, session)
+    sizes = sizes_of(lowered)
+    largest = {name: max(found) for name, found in _columns(meet(mesh, dataclasses.asdict(sizes))).items()}
+    facts = {
+        "machine": sorted({json.dumps(fact, sort_keys=True) for fact in meet(mesh, _machine(mesh))}),
+        "torch": torch.__version__,
+        "compile": str(artefacts.mode),
+        "world": {"tp": mesh.tp_size, "pp": mesh.pp_size, "placement": schedule.placement.kind},
+        "bytes": largest,
+    }
+    emulated = session is not None
+    store = ProfileCache.of(facts) if cache and not emulated else None
+    known = meet(mesh, store.read() if store is not None and mesh.model_rank == 0 else None)[0]
+    known = known or {"seconds": {}, "links": None}
+    missing = [unit for unit in _units(lowered) if unit.key not in known["seconds"]]
+    measured = unit_seconds(missing, artefacts, repeats=repeats)
+    links = known["links"]
+    if links is None:
+        links = measure_links(lowered, artefacts, mesh, schedule, Sizes(**largest), repeats=repeats)
+    merged = _merged(meet(mesh, {"seconds": measured, "links": links}))
+    merged["seconds"] = {**known["seconds"], **merged["seconds"]}
+    if store is not None and mesh.model_rank == 0 and merged != known:
+        store.write(merged)
+    label = emulate.label() if emulated else f"measured on this machine, {_device(mesh)}"
+    return _profile(merged, label, facts)
+
+
+def gather_workload(lowered: Lowered, profile: Profile, mesh: Mesh) -> Workload:
+    """Costs of all chunks from what each rank knows of its own. Collective; the same on every rank."""
+    here = {
+        str(index): dataclasses.asdict(
+            chunk_cost(chunk, profile, profile.all_reduce.seconds if chunk.tp_size > 1 else INSTANT.seconds)
+        )
+        for index, chunk in lowered.chunks.items()
+    }
+    found: dict[str, Any] = {}
+    for part in meet(mesh, here):
+        found = {**part, **found}
+    count = len(lowered.partition.chunks)
+    made: dict[str, ChunkCost] = {}
+    chunks = []
+    for index in range(count):
+        text = json.dumps(found[str(index)], sort_keys=True)
+        if text not in made:  # equal chunks share one object, and the simulator times their blocks once
+            made[text] = _chunk_cost(found[str(index)])
+        chunks.append(made[text])
+    return Workload(tuple(chunks), links=profile.links(), label=profile.label, contention=profile.share)
+
+
+def order_from(costs: Workload, lowered: Lowered) -> CostOrder:
+    """The order of this rank's blocks, made from ``costs``. A chunk that another trace has cut otherwise keeps the
+    paper's."""
+    times: dict[str, UnitTime] = {}
+    for index, chunk in lowered.chunks.items():
+        for phase, units in chunk.units.items():
+            known = costs.chunks[index].of(phase.value)
+            if len(known) == len(units):
+                times |= {
+                    unit.label: UnitTime(cost.seconds, cost.collective * cost.launches)
+                    for unit, cost in zip(units, known, strict=True)
+                }
+    return CostOrder(times, Orders(costs.contention))
+
+
+def meet(mesh: Mesh, value: Any) -> list[Any]:
+    """``value`` (anything that JSON can say) of every rank, by global rank. Collective."""
+    if mesh.model_group is None:
+        return [json.loads(json.dumps(value))]
+    found: list[Any] = [None] * dist.get_world_size(mesh.model_group)
+    dist.all_gather_object(found, json.dumps(value), group=mesh.model_group)
+    return [json.loads(text) for text in found]
+
+
+# -- inside
+
+
+def _units(lowered: Lowered) -> Iterable[Unit]:
+    return (unit for chunk in lowered.chunks.values() for units in chunk.units.values() for unit in units)
+
+
+def _machine(mesh: Mesh) -> dict[str, Any]:
+    return machine(mesh.device) | {"threads": torch.get_num_threads()}
+
+
+def _device(mesh: Mesh) -> str:
+    return torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+
+
+def _columns(rows: Iterable[Mapping[str, int]]) -> dict[str, list[int]]:
+    table: dict[str, list[int]] = {}
+    for row in rows:
+        for name, value in row.items():
+            table.setdefault(name, []).append(value)
+    return table
+
+
+def _merged(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of what the ranks measured, number by number."""
+    by_key: dict[str, list[float]] = {}
+    by_link: dict[str, list[list[float]]] = {}
+    for part in found:
+        for key, seconds in part["seconds"].items():
+            by_key.setdefault(key, []).append(seconds)
+        for name, values in part["links"].items():
+            by_link.setdefault(name, []).append(values)
+    return {
+        "seconds": {key: statistics.median(values) for key, values in sorted(by_key.items())},
+        "links": {
+            name: [statistics.median(column) for column in zip(*rows, strict=True)]
+            for name, rows in sorted(by_link.items())
+        },
+    }
+
+
+def _profile(merged: Mapping[str, Any], label: str, facts: Mapping[str, Any]) -> Profile:
+    links: dict[str, list[float]] = merged["links"]
+    messages = {}
+    for name, values in links.items():
+        if name.startswith("message "):
+            source, destination = map(int, name.removeprefix("message ").split("-"))
+            messages[source, destination] = LinkTime(*values)
+    return Profile(
+        seconds=dict(merged["seconds"]),
+        all_reduce=LinkTime(*links["all_reduce"]) if "all_reduce" in links else INSTANT,
+        messages=messages,
+        rendezvous=True,
+        contention=links.get("contention", [0.0])[0],
+        label=label,
+        made_from=dict(facts),
+    )
+
+
+def _emulated(lowered: Lowered, mesh: Mesh, schedule: Schedule, session: Any) -> Profile:
+    """What the emulated cluster will take: nothing is measured, and nothing cached."""
+    if session.units is None:
+        raise BraidError(
+            "on this emulated cluster units take no time until emulate.unit_times(...) gives them some, and there "
+            "is nothing to make an order or a schedule from; call it first"
+        )
+    # By place: units that compute the same may be given different times.
+    mine = {place_of(unit): float(session.units.of(unit)) for unit in _units(lowered)}
+    seconds: dict[str, float] = {}
+    for part in meet(mesh, mine):
+        seconds.update(part)
+    cluster, tp = session.cluster, mesh.tp_size
+    all_reduce = INSTANT
+    if tp > 1 and mesh.tp_group is not None:
+        ranks = dist.get_process_group_ranks(mesh.tp_group)
+        link = cluster.link(ranks, message=False, description=mesh.tp_group.group_desc)
+        moved = emulate.factor(emulate.Op.ALL_REDUCE, tp)
+        all_reduce = LinkTime(link.alpha_s, link.beta_bytes_per_s / moved)
+    messages = {}
+    for _, source, destination in channels(schedule):
+        ends = [mesh.global_rank(source), mesh.global_rank(destination)]
+        link = cluster.link(ends, message=True)
+        messages[source, destination] = LinkTime(link.alpha_s, link.beta_bytes_per_s)
+    return Profile(
+        seconds,
+        all_reduce,
+        messages,
+        rendezvous=cluster.pp_link.rendezvous,
+        contention=1 - 1 / cluster.slowdown,
+        label=emulate.label(),
+        made_from={"emulated": str(cluster), "by": "place of the unit"},
+    )
+
+
+def _chunk_cost(values: Mapping[str, Any]) -> ChunkCost:
+    f, i, w = (tuple(UnitCost(**unit) for unit in values[phase]) for phase in ("f", "i", "w"))
+    return ChunkCost(f, i, w, values["sends_f"], values["sends_i"])
