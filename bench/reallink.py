@@ -92,7 +92,7 @@ def main(
     nbytes = seq * hidden * 4
     # Two ranks exchange the whole buffer, once each way; netlink's own measurement is 0.9 of the nominal rate.
     rate = round(nbytes / (ratio * forward) / 0.9 * 8 / 1e6)
-    console = Console(width=150)
+    console = Console(width=150, emoji=False)
     units = ", ".join(f"{kind} {phase} {1e3 * took:.0f}" for (kind, phase), took in seconds.items())
     console.print(f"units alone on four ranks at once, ms: {units}", highlight=False)
     with netlink.Network(4, f"{rate}mbit") as network:
