@@ -150,9 +150,9 @@ def alias_group(group: ProcessGroup) -> str:
     while True:
         name = f"fxbraid.tp{number}"
         try:
-            known = _resolve_process_group(name)
+            known = _resolve_process_group(name)  # type: ignore[arg-type]
         except RuntimeError:  # free, or of a group that is gone
-            _unregister_process_group(name)
+            _unregister_process_group(name)  # type: ignore[arg-type]
             _register_process_group(name, group)  # type: ignore[arg-type]
             return name
         if known is group or known.group_name == group.group_name:
