@@ -226,6 +226,9 @@ def _copy_body(
             env[node] = _copy_region(source, node, graph, env)
         else:
             _refuse_dropout(node)
+            if getattr(node.target, "_opname", "") == "dropout":  # it does nothing: see above
+                env[node] = env[node.args[0]]  # type: ignore[index]
+                continue
             env[node] = graph.node_copy(node, env.__getitem__)  # type: ignore[arg-type]
     results = source.graph.output_node().args[0]
     leaves = results if isinstance(results, list | tuple) else (results,)

@@ -3,6 +3,7 @@
 ====================  =======================================================================================
 shard                 plan -> local parameter shapes, marks around parallel linears
 capture               torch.export -> one FX graph of the forward
+settle                every mark where gradients need it, as few as there can be
 normalise_loss        mean over a micro-batch -> share of the whole batch's mean
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
@@ -30,7 +31,8 @@ from .capture import capture, fake_inputs
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
-from .shard import TpPlan, check_partial_gradients, shard
+from .settle import settle
+from .shard import TpPlan, shard
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 
@@ -86,9 +88,9 @@ def lower_model(
         fake_inputs(microbatch, fake_mode=fake_mode, device=device),
         fake_mode=fake_mode,
     )
-    check_partial_gradients(captured.graph_module.graph, sharded.plan)
     if training:
         captured = loss_alone(captured)
+    captured, plan = settle(captured, sharded.plan, sharded.canonical)
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)
     parts = partition(normalised.captured, n_chunks, split=split_layers)
     outputs = ("loss",) if training else normalised.captured.outputs
@@ -103,7 +105,7 @@ def lower_model(
             verify_units(chunks[index])
     unique_names(chunks.values())
     return Lowered(
-        plan=sharded.plan,
+        plan=plan,
         partition=parts,
         chunks=chunks,
         inputs=normalised.captured.inputs,

@@ -33,6 +33,8 @@ class KeepDouble(TorchFunctionMode):
             wanted = [*args[1:], *kwargs.values()]
             if func is Tensor.float or (func is Tensor.to and torch.float32 in wanted):
                 return args[0]
+            if kwargs.get("dtype") is torch.float32:  # softmax(x, dtype=torch.float32)
+                kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
 
