@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,17 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import batch as batches
+from .gradients import Gradients
 from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
 from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
+from .passes.settle import TP_RANK
 from .passes.shard import TpPlan
 from .report import Report, make_report
 from .runtime.costs import CollectiveTime, profile, workload
 from .runtime.engine import Blocks, Engine
 from .runtime.measure import measure_peak
 from .runtime.mesh import Mesh
-from .runtime.unit import GradSlot, accumulate
 from .schedule import Action, Schedule, Step, parts
 from .schedule import Phase as Do
 from .simulate import INSTANT, Link, Result, simulate
@@ -80,17 +80,13 @@ class BraidedModel(nn.Module):
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
         self._state = self._take(model, lowered)
-        self._slots = self._make_slots(lowered)
+        self._gradients = Gradients(lowered, self._uses, self._state, mesh, self._schedule)
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
         self._registered = {
             name: (self.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p, p.requires_grad)
             for name, p in self.named_parameters(remove_duplicate=False)
-        }
-        self._tie_groups = {
-            name: mesh.tie_group(schedule.placement.rank_of(chunk) for chunk, _ in self._uses[name])
-            for name in self._tied()
         }
         self.train(model.training)
 
@@ -110,10 +106,10 @@ class BraidedModel(nn.Module):
         batch = batches.normal(batch)
         engine = self._engine_for(batch, training=True)
         inputs = self._inputs(engine, batch)
-        self._forget_totals()  # of a step that an exception cut short
+        self._gradients.forget()  # of a step that an exception cut short
         results = engine.run(inputs)
         self._last = engine
-        self._combine_ties()
+        self._gradients.finish()
         return self._share(self._total([values[0] for values in results]))
 
     def forward(self, **batch: Any) -> Any:
@@ -147,30 +143,7 @@ class BraidedModel(nn.Module):
         before clipping, 0-d, float32 (float64 for a float64 model), the same on every rank, as
         ``torch.nn.utils.clip_grad_norm_`` does.
         """
-        if norm_type <= 0:
-            raise BraidError(f"norm_type={norm_type} must be above 0")
-        counted = [p.grad for name, p in self.named_parameters() if p.grad is not None and self._counts(name)]
-        device = self._mesh.device
-        infinite = math.isinf(norm_type)
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for grad in counted:
-            if infinite:
-                total = torch.maximum(total, grad.abs().max().double())
-            else:
-                total = total + torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
-        if self._mesh.model_group is not None:
-            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, operation, group=self._mesh.model_group)
-        norm = total if infinite else total ** (1.0 / norm_type)
-        if not any(p.dtype is torch.float64 for p in self.parameters()):
-            norm = norm.float()
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(f"the gradient norm is {float(norm)}; no gradient was scaled")
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
-        return norm
+        return self._gradients.clip(self.named_parameters(), max_norm, norm_type, error_if_nonfinite)
 
     # -- what runs, explained
 
@@ -209,7 +182,7 @@ class BraidedModel(nn.Module):
         inputs = self._inputs(engine, batch)
         before = {p: p.grad.clone() if p.grad is not None else None for p in self.parameters()}
         peak = measure_peak(engine, inputs, held=self._state.values())
-        self._forget_totals()
+        self._gradients.forget()
         for parameter, grad in before.items():
             parameter.grad = grad
         return peak
@@ -270,7 +243,7 @@ class BraidedModel(nn.Module):
             self._schedule if training else forward_only(self._schedule),
             self._mesh,
             state=self._state,
-            slots=self._slots,
+            slots=self._gradients.slots,
             artefacts=self._artefacts,
             blocking=not self._options.braided,
         )
@@ -329,11 +302,6 @@ class BraidedModel(nn.Module):
             dist.broadcast(loss, self._mesh.global_rank(source), group=self._mesh.pp_group)
         return loss
 
-    def _forget_totals(self) -> None:
-        for slots in self._slots.values():
-            for slot in slots.values():
-                slot.total = None
-
     def _check_unchanged(self) -> None:
         """The program reads the parameters that ``braid`` made, with the types and ``requires_grad`` of then."""
         for name, (module, leaf, parameter, wanted) in self._registered.items():
@@ -375,37 +343,6 @@ class BraidedModel(nn.Module):
             "state_dict(), and braid() again where it is loaded"
         )
 
-    def _tied(self) -> list[str]:
-        """Parameters with several uses, in an order that is the same on all ranks."""
-        return sorted(name for name, uses in self._uses.items() if len(uses) > 1)
-
-    def _combine_ties(self) -> None:
-        """Sum a tied parameter's gradients over its uses, here and on other ranks."""
-        for name in self._tied():
-            here = [self._slots[c][alias] for c, alias in self._uses[name] if c in self._slots]
-            if not here or not here[0].parameter.requires_grad:
-                continue
-            total: Tensor | None = None
-            for slot in here:
-                if slot.total is not None:
-                    total = slot.total if total is None else total + slot.total
-                slot.total = None
-            if total is None:
-                total = torch.zeros_like(here[0].parameter)
-            group = self._tie_groups[name]
-            if group is not None:
-                total = total.contiguous()
-                dist.all_reduce(total, group=group)
-            accumulate(here[0].parameter, total)
-
-    def _counts(self, name: str) -> bool:
-        """Does this rank count the parameter in a norm over the model?"""
-        if self._plan.tp.params[name].dim is None and self._mesh.tp_rank != 0:
-            return False
-        uses = self._uses.get(name, [])
-        place = self._schedule.placement
-        return len(uses) < 2 or self._mesh.pp_rank == min(place.rank_of(chunk) for chunk, _ in uses)
-
     def _take(self, model: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
         """Copy this rank's shards out of ``model`` and register them under their names."""
         here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
@@ -433,20 +370,12 @@ class BraidedModel(nn.Module):
                 owner, _, leaf = name.rpartition(".")
                 persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
                 register(self, name, value, persistent=persistent)
+            elif name == TP_RANK:
+                value = torch.tensor([self._mesh.tp_rank], device=self._mesh.device)
             else:
                 value = constant(model, lowered, name).detach().to(self._mesh.device, copy=True)
             state[name] = value
         return state
-
-    def _make_slots(self, lowered: Lowered) -> dict[int, dict[str, GradSlot]]:
-        return {
-            index: {
-                name: GradSlot(parameter, shared=len(self._uses[lowered.canonical[name]]) > 1)
-                for name in lowered.partition.chunks[index].params
-                if isinstance(parameter := self._state[name], nn.Parameter)
-            }
-            for index in lowered.chunks
-        }
 
 
 def forward_only(schedule: Schedule) -> Schedule:

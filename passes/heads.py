@@ -95,7 +95,9 @@ def _read_block(
     model: nn.Module, name: str, parent: nn.Module, children: dict[str, str], tp_size: int, result: Blocks
 ) -> None:
     size = next((n for key in _HEAD_SIZES if isinstance(n := getattr(parent, key, None), int)), None)
-    outs = {leaf: _features(_base(parent.get_submodule(leaf)))[1] for leaf, s in children.items() if s in COLUMNS}
+    outs = {
+        leaf: _features(_base(parent.get_submodule(leaf)))[1] for leaf, s in children.items() if s in COLUMNS
+    }
     ins = {leaf: _features(_base(parent.get_submodule(leaf)))[0] for leaf, s in children.items() if s in ROWS}
     heads = _heads(model, name, parent, outs, size, tp_size)
     gathered = {leaf for leaf, style in children.items() if style in GATHER}
@@ -106,13 +108,21 @@ def _read_block(
         if sections:
             result.styles |= {f"{name}.{a}": "packed_colwise", f"{name}.{b}": "rowwise"}
             result.sections[f"{name}.{a}"] = sections
-            result.notes[a] = f"{a} is cut in sections of {', '.join(str(s.size) for s in sections)}: no gather"
+            result.notes[a] = (
+                f"{a} is cut in sections of {', '.join(str(s.size) for s in sections)}: no gather"
+            )
             gathered, split = set(), set()
-    elif gathered and split and heads and outs.keys() == gathered and ins.keys() == split:
-        if _cut_norms(name, parent, outs, heads, tp_size, result):
-            result.styles |= {f"{name}.{leaf}": "colwise" for leaf in gathered}
-            result.styles |= {f"{name}.{leaf}": "rowwise" for leaf in split}
-            gathered, split = set(), set()
+    elif (
+        gathered
+        and split
+        and heads
+        and outs.keys() == gathered
+        and ins.keys() == split
+        and _cut_norms(name, parent, outs, heads, tp_size, result)
+    ):
+        result.styles |= {f"{name}.{leaf}": "colwise" for leaf in gathered}
+        result.styles |= {f"{name}.{leaf}": "rowwise" for leaf in split}
+        gathered, split = set(), set()
     if heads and not gathered and outs:
         result.local[name] = heads
         for leaf, out in outs.items():
@@ -128,7 +138,7 @@ def _features(module: nn.Module) -> tuple[int, int]:
     """(in, out) of a linear."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    return int(module.weight.shape[0]), int(module.weight.shape[1])  # type: ignore[union-attr, arg-type]
+    return int(module.weight.shape[0]), int(module.weight.shape[1])  # type: ignore[union-attr, arg-type, index]
 
 
 def _heads(
@@ -260,4 +270,3 @@ def cut_mean(module: nn.Module, tp_size: int) -> None:
             return original(*args, **kwargs)
 
     module.forward = forward  # type: ignore[method-assign]
-

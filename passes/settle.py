@@ -50,9 +50,7 @@ class Kind(IntEnum):
     LOCAL = 4
 
 
-def settle(
-    captured: Captured, plan: TpPlan, canonical: Mapping[str, str]
-) -> tuple[Captured, TpPlan]:
+def settle(captured: Captured, plan: TpPlan, canonical: Mapping[str, str]) -> tuple[Captured, TpPlan]:
     """See the module's docstring. Changes ``captured`` in place; ``canonical`` gives the first name of every
     parameter, under which ``plan`` has it. Raises :class:`PlanError` where a plan leaves a
     value sharded that the model goes on to use as a whole."""

@@ -67,9 +67,7 @@ def shard(
     for name in draft.blocks.norms:
         cut_mean(local.get_submodule(name), tp_size)
     for name, style in draft.modules.items():
-        known.apply(
-            local.get_submodule(name), style, tp_size=tp_size, rank=lambda: local.get_buffer(TP_RANK)
-        )
+        known.apply(local.get_submodule(name), style, tp_size=tp_size, rank=lambda: local.get_buffer(TP_RANK))
     _traceable_experts(local)
     return Sharded(module=local, plan=plan, canonical=canonical_names(model))
 
@@ -126,12 +124,10 @@ class _Draft:
         styles = {**self.modules, **self.params}
         return TpPlan(self.tp_size, styles, shards, tuple(self.notes))
 
-    def _linear(
-        self, module: nn.Module, name: str, style: str
-    ) -> dict[str, tuple[int, tuple[Section, ...]]]:
+    def _linear(self, module: nn.Module, name: str, style: str) -> dict[str, tuple[int, tuple[Section, ...]]]:
         turned = known.is_conv1d(module)
         dim = known.cut_dim(2, style, turned=turned)
-        sections = self._sections(name, style, module.weight.shape[dim])  # type: ignore[union-attr, arg-type]
+        sections = self._sections(name, style, module.weight.shape[dim])  # type: ignore[union-attr, arg-type, index]
         cuts = {"weight": (dim, sections)}
         if style in known.COLUMNS and module.bias is not None:
             cuts["bias"] = (0, sections)
@@ -165,8 +161,7 @@ def _draft(model: nn.Module, *, tp_size: int, tp_plan: str | Mapping[str, str]) 
     try:
         _match_modules(model, patterns, draft)
         _match_parameters(model, patterns, draft)
-        adapted = {name: style for name, style in draft.modules.items()}
-        draft.blocks = read_blocks(model, adapted, tp_size)
+        draft.blocks = read_blocks(model, draft.modules, tp_size)
         draft.modules |= draft.blocks.styles
         _adapters(model, draft)
         draft.notes += draft.blocks.notes.values()

@@ -101,7 +101,7 @@ def apply(module: nn.Module, style: str, *, tp_size: int, rank: Callable[[], Ten
     if style in ROWS:
         module.forward = _rowwise(module, tp_size if style in SPLIT else None, rank)  # type: ignore[method-assign]
     if is_conv1d(module) and style in COLUMNS:
-        module.nf = module.weight.shape[1]  # type: ignore[assignment, union-attr]
+        module.nf = module.weight.shape[1]  # type: ignore[assignment, index, union-attr]
 
 
 def _copy_inputs(
