@@ -96,7 +96,7 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, Kind], given: set[fx.Node], cut
     largest = max((kinds[n] for n in sources), default=Kind.FREE)
     if node.target is TP_REDUCE:
         return Kind.WHOLE
-    if node.target is TP_COPY and largest in (Kind.WEIGHT, Kind.WHOLE):
+    if node.target is TP_COPY and largest < Kind.LOCAL:
         return Kind.PART
     if largest is Kind.LOCAL:
         return Kind.LOCAL
@@ -198,7 +198,10 @@ def _hoist(graph: fx.Graph, kinds: Mapping[fx.Node, Kind]) -> None:
         top = _common(sources, dominator, order)
         while top is not None and not isinstance(top.meta["val"], Tensor):
             top = dominator[top]
-        if top is None or kinds[top] is not Kind.WHOLE:
+        if top is None:
+            # Behind frozen weights (LoRA in the first layer) there is no gradient, and nothing to sum.
+            top = _common(sources, _dominators(graph, kinds, Kind.FREE), order)
+        if top is None or kinds[top] not in (Kind.WHOLE, Kind.FREE) or not _carries_gradient(top):
             continue
         between = _between(top, sources)
         if any(n.target in (TP_COPY, TP_REDUCE) for n in between):
@@ -242,8 +245,10 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
     return regions
 
 
-def _dominators(graph: fx.Graph, kinds: Mapping[fx.Node, Kind]) -> dict[fx.Node, fx.Node | None]:
-    """Immediate dominator of every activation (Cooper, Harvey and Kennedy 2001; one sweep is enough without
+def _dominators(
+    graph: fx.Graph, kinds: Mapping[fx.Node, Kind], least: Kind = Kind.WHOLE
+) -> dict[fx.Node, fx.Node | None]:
+    """Immediate dominator of every activation of kind ``least`` or more (Cooper, Harvey and Kennedy 2001; one sweep is enough without
     loops). None stands for the inputs of the model."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     given: set[fx.Node] = set()
@@ -251,7 +256,7 @@ def _dominators(graph: fx.Graph, kinds: Mapping[fx.Node, Kind]) -> dict[fx.Node,
     for node in graph.nodes:
         if node.op == "placeholder" or any(n in given for n in node.all_input_nodes):
             given.add(node)
-        if node.op == "call_function" and node in given and kinds[node] >= Kind.WHOLE:
+        if node.op == "call_function" and node in given and kinds.get(node, Kind.FREE) >= least:
             found[node] = _common([n for n in node.all_input_nodes if n in found], found, order)
     return found
 

@@ -185,9 +185,13 @@ def _patterns(model: nn.Module, tp_plan: str | Mapping[str, str]) -> dict[str, s
     if isinstance(tp_plan, str):
         if tp_plan != "auto":
             raise PlanError(f'tp_plan={tp_plan!r}: use "auto" or a dict of module patterns to styles')
-        own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-        return dict(own or {})
+        return own_plan(model)
     return dict(tp_plan)
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """The plan that transformers gives the model; empty where it has none."""
+    return dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
 
 
 def _match(name: str, patterns: Mapping[str, str]) -> str | None:
