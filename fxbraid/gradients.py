@@ -176,10 +176,10 @@ def sum_in_rank_order(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
         mine = torch.cat([t.reshape(-1) for t in same])
-        gathered = mine.new_empty(group.size(), mine.numel())
+        gathered = mine.new_empty(group.size() * mine.numel())
         dist.all_gather_into_tensor(gathered, mine, group=group)
-        total = gathered[0]
-        for part in gathered[1:]:
+        total, *others = gathered.chunk(group.size())
+        for part in others:
             total.add_(part)
         for tensor, value in zip(same, total.split([t.numel() for t in same]), strict=True):
             tensor.copy_(value.view(tensor.shape))

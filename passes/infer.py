@@ -24,10 +24,24 @@ from torch import fx
 aten = torch.ops.aten
 
 _LINEARS = {aten.linear.default: (0, 1), aten.addmm.default: (1, 2), aten.mm.default: (0, 1)}
-#: Operators that mix features, by name: no linear in front of them can be cut.
-_MIXING = re.compile(r"norm|mean|sum|softmax_backward|cumsum|sort|topk|argmax|conv|pool|fft|index_add|scatter")
+#: Operators that mix features, by name: no linear in front of them can be cut, unless they work head by head.
+_MIXING = re.compile(
+    r"norm|mean|sum|softmax_backward|cumsum|sort|topk|argmax|conv|pool|fft|index_add|scatter"
+)
 _ATTENTION = re.compile(r"scaled_dot_product|softmax")
 _SPLITTING = frozenset({"split", "split_with_sizes", "chunk", "slice"})
+#: Operators that pair heads with others, where they work on the dimension of heads: the position of the dimension
+#: among their arguments.
+_PAIRING = {
+    "split": 2,
+    "split_with_sizes": 2,
+    "chunk": 2,
+    "slice": 1,
+    "select": 1,
+    "cat": 1,
+    "roll": 2,
+    "flip": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +115,10 @@ def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node]
         if node.op != "call_function" or not _is_activation(node):
             continue
         name = getattr(node.target, "_opname", "")
-        if _MIXING.search(name):
+        if _MIXING.search(name) and not _by_head(node):
             return f"{name} lies before it"
+        if _pairs_heads(node, name):
+            return f"{name} over heads lies before it"
         attention = attention or bool(_ATTENTION.search(name))
         between.add(node)
         todo += node.all_input_nodes
@@ -114,6 +130,29 @@ def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node]
     if any(user not in reading for node in (*sources, *between) for user in node.users):
         return "what it reads is read elsewhere too"
     return sources, attention
+
+
+def _by_head(node: fx.Node) -> bool:
+    """Does a norm or a mean work on the last dimension of [batch, heads, sequence, size] or the like?"""
+    source = node.all_input_nodes[0].meta.get("val")
+    return source is not None and not isinstance(source, tuple | list) and source.ndim >= 4
+
+
+def _pairs_heads(node: fx.Node, name: str) -> bool:
+    """Does it bring together or tell apart heads by their number (DiffLlama pairs the first half with the second)?
+    On a rank's own heads it would do so with others, and every shape would fit."""
+    val = node.all_input_nodes[0].meta.get("val")
+    if val is None or isinstance(val, tuple | list) or val.ndim < 4:
+        return False
+    if name == "repeat":
+        counts = list(node.args[1])  # type: ignore[arg-type]
+        return any(count != 1 for count in counts[1:3])
+    if name not in _PAIRING:
+        return False
+    at = _PAIRING[name]
+    dim = node.args[at] if len(node.args) > at else 0
+    dims = dim if isinstance(dim, list | tuple) else [dim]
+    return any(d % val.ndim in (1, 2) for d in dims)
 
 
 def _is_activation(node: fx.Node) -> bool:

@@ -34,7 +34,7 @@ from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
 from .settle import settle
-from .shard import Sharded, TpPlan, own_plan, shard
+from .shard import Sharded, TpPlan, has_plan, shard
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 
@@ -74,7 +74,7 @@ def _trace(
         sharded = shard(model, tp_size=size, tp_plan=plan, fake_mode=fake_mode, device=device)
         return sharded, capture(sharded.module, inputs, fake_mode=fake_mode)
 
-    if tp_size == 1 or tp_plan != "auto" or own_plan(model):
+    if tp_size == 1 or tp_plan != "auto" or has_plan(model):
         return trace(tp_size, tp_plan)
     found = infer_plan(trace(1, {})[1].graph_module.graph)
     name = type(model).__name__

@@ -111,7 +111,7 @@ def _carries_gradient(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.detach.default:
         return False
     val = node.meta.get("val")
-    return not isinstance(val, Tensor) or val.is_floating_point()
+    return not isinstance(val, Tensor) or val.is_floating_point() or val.is_complex()
 
 
 # -- missing and doubled copies ----------------------------------------------------------------------------------

@@ -194,6 +194,17 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
 
 
+def has_plan(model: nn.Module) -> bool:
+    """Does the model's own plan cut anything but the vocabulary?"""
+    draft = _Draft(tp_size=1)
+    try:
+        _match_modules(model, own_plan(model), draft)
+        _match_parameters(model, own_plan(model), draft)
+    except PlanError:
+        return True  # it has one, which does not fit: sharding says so
+    return bool(draft.modules or draft.params)
+
+
 def _match(name: str, patterns: Mapping[str, str]) -> str | None:
     for pattern in patterns:
         regex = r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))

@@ -116,7 +116,7 @@ def _behind(term: fx.Node, local: Container[fx.Node]) -> fx.Node | None:
 
 def _linear_in(node: fx.Node, local: Container[fx.Node]) -> object:
     """The input that ``node`` is linear in, with every other input the same on all ranks; None if there is none."""
-    if node.target in _ARRANGE:
+    if node.target in _ARRANGE or (node.target is aten.sum.dim_IntList and not node.kwargs):
         return node.args[0]
     if node.target in _CASTS:
         source: fx.Node = node.args[0]  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import is_collective
 from fxbraid.passes.pipeline import Lowered
-from fxbraid.passes.shard import own_plan
+from fxbraid.passes.shard import has_plan
 
 from . import lockstep
 from .parity import KeepDouble, make_batches
@@ -76,6 +76,7 @@ SIZES: Mapping[str, Any] = {
     "attn_pdrop": 0.0,
     "dropout": 0.0,
     "activation_dropout": 0.0,
+    "residual_dropout": 0.0,
 }
 
 
@@ -106,7 +107,51 @@ CORE = (
     Family("qwen3_moe", aux=True),
     Family("gpt2"),
 )
-FAMILIES: dict[str, Family] = {family.name: family for family in CORE}
+#: More of them: run when asked for, and for the table.
+MORE = (
+    Family("apertus"),
+    Family("arcee"),
+    Family("codegen", collectives=1),
+    Family("cohere", collectives=1),
+    Family("cohere2", collectives=1),
+    Family("deepseek_v2", overrides=(("num_key_value_heads", 4), ("head_dim", 4))),
+    Family(
+        "deepseek_v3",
+        collectives=1,
+        overrides=(("num_key_value_heads", 4), ("head_dim", 4)),
+        remark="the plan leaves attention whole",
+    ),
+    Family("dots1"),
+    Family("ernie4_5"),
+    Family("ernie4_5_moe"),
+    Family("exaone4"),
+    Family("gemma3_text"),
+    Family("glm"),
+    Family("glm4"),
+    Family("glm4_moe"),
+    Family("gptj", collectives=1),
+    Family("granite"),
+    Family("granitemoe", collectives=1, remark="the plan cuts the experts alone"),
+    Family("helium"),
+    Family("llama4_text"),
+    Family("nanochat"),
+    Family("nemotron"),
+    Family("olmo"),
+    Family("olmo3", collectives=4),
+    Family("olmoe", collectives=4),
+    Family("opt"),
+    Family("persimmon"),
+    Family("phi", collectives=1, remark="attention and MLP in parallel"),
+    Family("qwen2_moe"),
+    Family("seed_oss"),
+    Family("smollm3"),
+    Family("stablelm"),
+    Family("starcoder2"),
+    Family("gpt_oss"),
+    Family("diffllama", collectives=1),
+    Family("hunyuan_v1_dense"),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in (*CORE, *MORE)}
 
 
 @dataclass
@@ -186,7 +231,7 @@ def describe(family: Family, model: nn.Module, lowered: Lowered, loss: float, gr
     layers = lowered.partition.layers
     return Row(
         family=family,
-        plan="its own" if own_plan(model) else "inferred",
+        plan="its own" if has_plan(model) else "inferred",
         loss=loss,
         grad=grad,
         forward=marks[Phase.F] / layers,
@@ -235,7 +280,7 @@ def main() -> int:
     for name in options.families:
         try:
             rows.append(run(FAMILIES.get(name, Family(name))))
-        except (ValueError, AssertionError) as error:
+        except (ValueError, AssertionError, RuntimeError) as error:
             rows.append((name, str(error).splitlines()[0][:200]))
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     if str(options.out) == "-":
