@@ -248,8 +248,8 @@ def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
 def _dominators(
     graph: fx.Graph, kinds: Mapping[fx.Node, Kind], least: Kind = Kind.WHOLE
 ) -> dict[fx.Node, fx.Node | None]:
-    """Immediate dominator of every activation of kind ``least`` or more (Cooper, Harvey and Kennedy 2001; one sweep is enough without
-    loops). None stands for the inputs of the model."""
+    """Immediate dominator of every activation of kind ``least`` or more (Cooper, Harvey and Kennedy 2001; one sweep is
+    enough without loops). None stands for the inputs of the model."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     given: set[fx.Node] = set()
     found: dict[fx.Node, fx.Node | None] = {}

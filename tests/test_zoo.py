@@ -220,7 +220,7 @@ class TestPlans:
         return lockstep.step(model, batch, tp=2, n_chunks=1, tp_plan=named)
 
     def test_a_column_without_a_row(self) -> None:
-        with pytest.raises(Exception, match="does not trace|never summed"):
+        with pytest.raises(Exception, match=r"does not trace|never summed"):
             self.plan(up="colwise")
         batch = make_batches(2, 2, mask=False, steps=1)[0]
         model = Blocks(lambda m, x, la: x)

@@ -195,7 +195,7 @@ def reference(model: nn.Module, batch: Mapping[str, Tensor], m: int) -> tuple[Te
         loss = model(**batch).loss
     else:
         loss = torch.zeros((), dtype=torch.float64)
-        total = (batch["labels"][:, 1:] != -100).sum()
+        total = (batch["labels"][:, 1:] != -100).sum().double()
         rows = len(batch["labels"]) // m
         for i in range(m):
             micro = {k: v[i * rows : (i + 1) * rows] for k, v in batch.items()}
