@@ -11,6 +11,7 @@ from torch import nn
 
 import fxbraid
 from fxbraid.passes.errors import BraidError, CaptureError, PlanError, UnsupportedError
+from fxbraid.runtime.unit import BoundUnit
 
 from .tiny import batch, qwen2
 
@@ -344,16 +345,17 @@ def test_a_step_after_one_that_failed_starts_anew() -> None:
     braided.step(**data)
     braided.zero_grad()
     block = braided.blocks["B"].graph_module
-    last = list(block.children())[-1]
-    kept = last.forward
+    # The program holds its units' functions already; what they call can still be another.
+    last = [m for m in block.children() if isinstance(m, BoundUnit)][-1]
+    kept = last._call
 
     def fail(*_: Any) -> None:
         raise ValueError("broken")
 
-    last.forward = fail  # type: ignore[method-assign]
+    last._call = fail
     with pytest.raises(ValueError, match="broken"):
         braided.step(**data)
-    last.forward = kept  # type: ignore[method-assign]
+    last._call = kept
     braided.zero_grad()
     braided.step(**data)
     assert_grads(braided, plain_grads(model, data))
