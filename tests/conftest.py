@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 
 # Profiles that tests measure are nobody else's, and tests find none of the user's.
 os.environ["FXBRAID_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxbraid-test-")
+atexit.register(shutil.rmtree, os.environ["FXBRAID_CACHE_DIR"], ignore_errors=True)
 os.environ["FXBRAID_VERIFY"] = "1"
 os.environ["FXBRAID_POISON"] = "1"  # receive buffers are NaN from the moment that nothing should read them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -45,9 +45,14 @@ def run_schedules(
 @pytest.mark.parametrize(
     ("model", "tied", "names"),
     [
-        ("qwen2-tiny", False, list(SCHEDULES)),
+        pytest.param("qwen2-tiny", False, list(SCHEDULES), marks=pytest.mark.slow),
         ("qwen2-tiny", True, list(SCHEDULES)),
-        ("llama-tiny", True, ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"]),
+        pytest.param(
+            "llama-tiny",
+            True,
+            ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["qwen2-untied", "qwen2-tied", "llama-tied"],
 )

@@ -307,7 +307,7 @@ class Matmuls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("compile", [False, "unit"])
+@pytest.mark.parametrize("compile", [False, pytest.param("unit", marks=pytest.mark.slow)])
 def test_a_step_makes_each_weight_gradient_with_one_product_in_place(compile: Any) -> None:
     """The first micro-batch writes it, every other one adds to it: no product is ever made to be added."""
     m, layers = 3, 2

@@ -60,6 +60,7 @@ def test_2x2_schedules_braids_and_micro_batches() -> None:
     assert not same(plain, reproducible[0])
 
 
+@pytest.mark.slow  # the double-precision test has the untied Llama by default
 def test_2x2_untied_llama_with_biases_and_no_mask() -> None:
     base = Case(tp=2, pp=2, model="llama", tied=False, m=5)
     outcomes = run(
@@ -83,7 +84,10 @@ def test_1x4_pipeline_alone() -> None:
     assert same(*outcomes[:2]) and same(*outcomes[2:5])
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow)],
+)
 def test_smaller_layouts(tp: int, pp: int) -> None:
     base = Case(tp=tp, pp=pp, m=3)
     outcomes = run([*variants(base), replace(base, model="llama", tied=False, m=8)])
