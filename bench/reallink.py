@@ -1,10 +1,11 @@
-"""Nothing modelled: real matmuls, a real slow link (``bench/netlink.py``), 2 x 2 ranks. Needs root.
+"""Nothing modelled: real matmuls, a real slow link (``bench/netlink.py``), tp 2 x pp 2 ranks. Needs root.
 
     python -m fxbraid.bench.reallink
 
 First the ranks measure T_F on loopback, all at once, as they will compute; then the link is built so that T_AR / T_F
-is near ``--ratio``; then every engine is checked against one process and timed in turn. Reported, not gated: four
-ranks share this machine's cores, and other work on it counts.
+is near ``--ratio``; then every engine is checked against one process and timed in turn. Reported, not gated: other
+work on the machine counts, and so does sharing of cores. Where there are fewer cores than ranks, two TP ranks reach a
+launch up to a unit's time apart, which no order of units hides; ``--pp 1`` gives each of two ranks a core of its own.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def measure_units(config: BenchConfig) -> dict[tuple[str, str], float]:
 
 
 def measure_reduce(nbytes: int, rounds: int = 5) -> float:
-    """In each of 4 ranks: seconds of one all-reduce in TP pairs, all pairs at once, the median of the slowest."""
+    """In each rank: seconds of one all-reduce in TP pairs, all pairs at once, the median of the slowest."""
     import statistics
     import time
 
     torch.set_num_threads(1)
     with process_group(timeout_s=120, device_type="cpu"):
         rank = dist.get_rank()
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
         x = torch.ones(nbytes // 4)
         took = []
         for _ in range(rounds + 1):
@@ -66,9 +67,10 @@ def measure_reduce(nbytes: int, rounds: int = 5) -> float:
 
 @app.command()
 def main(
-    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 512,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 1024,
     seq: Annotated[int, typer.Option(help="Tokens in a micro-batch.")] = 256,
-    layers: Annotated[int, typer.Option(help="Layers, in four chunks.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers, in two chunks for each of the pipeline's ranks.")] = 4,
+    pp: Annotated[int, typer.Option(help="Ranks of the pipeline; tp is 2.")] = 2,
     m: Annotated[int, typer.Option("-m", help="Micro-batches a step.")] = 8,
     ratio: Annotated[float, typer.Option(help="T_AR / T_F to aim at.")] = 0.5,
     rounds: Annotated[int, typer.Option(help="Steps of each engine, in turn.")] = 5,
@@ -81,21 +83,28 @@ def main(
         typer.echo(why, err=True)
         raise typer.Exit(1)
     config = BenchConfig(
-        hidden=hidden, seq=seq, layers=layers, microbatch_size=1, microbatches=m, steps=rounds, schedules=OURS
+        pp=pp,
+        hidden=hidden,
+        seq=seq,
+        layers=layers,
+        microbatch_size=1,
+        microbatches=m,
+        steps=rounds,
+        schedules=OURS,
     )
     named = replace(config, schedules=(*OURS, *SCHEDULES) if torch_ else OURS)
     names = tuple(entry.name for entry in named.entries() if skip_reason(named, entry) is None)
     config = replace(config, schedules=names)
     check_config(config)
-    seconds = launch(f"{NAME}:measure_units", (config,), nproc=4, timeout_s=timeout)[0]
+    seconds = launch(f"{NAME}:measure_units", (config,), nproc=config.world_size, timeout_s=timeout)[0]
     forward = sum(seconds[kind, "F"] for kind in KINDS) / len(KINDS)
     nbytes = seq * hidden * 4
     # Two ranks exchange the whole buffer, once each way; netlink's own measurement is 0.9 of the nominal rate.
     rate = round(nbytes / (ratio * forward) / 0.9 * 8 / 1e6)
     console = Console(width=150, emoji=False)
     units = ", ".join(f"{kind} {phase} {1e3 * took:.0f}" for (kind, phase), took in seconds.items())
-    console.print(f"units alone on four ranks at once, ms: {units}", highlight=False)
-    with netlink.Network(4, f"{rate}mbit") as network:
+    console.print(f"units alone on all ranks at once, ms: {units}", highlight=False)
+    with netlink.Network(config.world_size, f"{rate}mbit") as network:
         reduce = network.launch(f"{NAME}:measure_reduce", (nbytes,), timeout_s=timeout)[0]
         console.print(
             f"all-reduce of {nbytes / 1e6:g} MB {1e3 * reduce:.1f} ms, mean forward unit {1e3 * forward:.1f} ms: "
