@@ -241,12 +241,13 @@ class TestPartition:
     def test_a_heavy_head_makes_the_last_chunk_shorter(self) -> None:
         model = qwen2(num_hidden_layers=8, vocab_size=1024)
         even = [len(c.layers) for c in lower(qwen2(num_hidden_layers=8), n_chunks=2).partition.chunks]
-        skewed = [len(c.layers) for c in lower(model, n_chunks=2).partition.chunks]
+        skewed = lower(model, n_chunks=2).partition
+        lengths = [len(c.layers) for c in skewed.chunks]
         assert even == [4, 4]
-        assert skewed[0] > skewed[1]
-        costs = lower(model, n_chunks=2).partition.costs
+        assert lengths[0] > lengths[1]
+        costs, normalised = skewed.costs, normalise_loss(captured(model)).captured
         for at in range(1, 8):
-            other = partition(normalise_loss(captured(model)).captured, 2, split=[at, 8 - at]).costs
+            other = partition(normalised, 2, split=[at, 8 - at]).costs
             assert max(costs) <= max(other)
 
     def test_refusals_have_numbers(self) -> None:
