@@ -135,7 +135,7 @@ def compare(
     tolerance: Annotated[str, typer.Option(help="How much slower is fine, such as 5%.")] = f"{TOLERANCE:.0%}",
     baseline: Annotated[
         str | None,
-        typer.Option(help="The schedule that times are relative to (default: a blocking one or torch's)."),
+        typer.Option(help="The schedule that times are relative to (default: torch's, else a blocking one)."),
     ] = None,
 ) -> None:
     """The regression gate: exits with 1 where NEW is slower than OLD by more than the tolerance and the spread,
@@ -144,6 +144,13 @@ def compare(
         found = compare_files(_read(old), _read(new), _fraction(tolerance), baseline)
     except CompareError as error:
         raise typer.BadParameter(str(error)) from error
+    if found.own is not None:
+        typer.echo(
+            f"baseline {found.baseline}: {1e3 * found.own.old:.3f} -> {1e3 * found.own.new:.3f} ms, which two machines "
+            "may differ in"
+        )
+        if not found.own.name.startswith("Schedule"):
+            typer.echo("None of torch's schedules is in both files: what slows all of fxbraid down does not show.")
     for change in found.changes:
         unit = "ms" if found.baseline is None else f"x {found.baseline}"
         was, now = (v * (1e3 if found.baseline is None else 1) for v in (change.old, change.new))
@@ -155,12 +162,11 @@ def compare(
     typer.echo(f"No worse: {len(found.changes)} schedules within {tolerance} and their spread.")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CompareError(f"{path} cannot be read as JSON: {error}") from error
-    return content
 
 
 def _fraction(text: str) -> float:
@@ -170,6 +176,11 @@ def _fraction(text: str) -> float:
         value = -1.0
     if not 0 <= value < 10:
         raise CompareError(f"--tolerance {text} is no share; write 5% or 0.05")
+    if value > 1 and not text.endswith("%"):
+        raise CompareError(
+            f"--tolerance {text} would be {100 * value:g} %; write {text}% or {value / 100:g} for {text} %, and "
+            f"{100 * value:g}% if you mean that"
+        )
     return value
 
 
