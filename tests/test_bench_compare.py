@@ -82,7 +82,7 @@ def test_without_torch_a_blocking_engine_is_the_baseline() -> None:
 
 def test_one_engine_on_a_real_clock_compares_nothing_and_is_refused() -> None:
     alone = without("ScheduleGPipe", "stp:blocking")
-    with pytest.raises(CompareError, match="only stp is in both files, .* so nothing was compared"):
+    with pytest.raises(CompareError, match=r"only stp is in both files, .* so nothing was compared"):
         compare_files(alone, alone)
     virtual = without("ScheduleGPipe", "stp:blocking", clock="virtual")
     assert len(compare_files(virtual, virtual).changes) == 1
