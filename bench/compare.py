@@ -104,7 +104,7 @@ def _nothing(base: str | None) -> str:
 
 def check_content(content: Any, which: str) -> None:
     """Raise :class:`CompareError` where ``content`` is not what ``--json`` writes, or holds a time that is none."""
-    kinds = {"config": Mapping, "clock_name": str, "rows": list, "bitwise": Mapping}
+    kinds: dict[str, Any] = {"config": Mapping, "clock_name": str, "rows": list, "bitwise": Mapping}
     for key, kind in kinds.items():
         value = content.get(key, {} if key == "bitwise" else None) if isinstance(content, Mapping) else None
         if not isinstance(value, kind):
