@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,10 @@ from fxbraid.bench.compare import TOLERANCE, CompareError, compare_files
 from fxbraid.bench.config import DEFAULT_SCHEDULES, REAL, UNIT_MS, BenchConfig, ConfigError
 from fxbraid.bench.devices import LINKS
 from fxbraid.bench.entries import BLOCKING, FREE, GROUPS, ORDER
-from fxbraid.bench.run import Outputs, run_bench
+from fxbraid.bench.run import Outputs, check_outputs, run_bench
 from fxbraid.bench.smollm2_run import SmolConfig
 from fxbraid.bench.smollm2_run import run as run_smollm2
-from fxbraid.runtime.launch import RankError
+from fxbraid.runtime.launch import RankError, under_torchrun
 
 MODEL_HELP = "qwen2-tiny, llama-tiny, smollm2 (real weights), or the path of a config.json."
 SCHEDULES_HELP = (
@@ -26,10 +27,13 @@ SCHEDULES_HELP = (
     f"fxbraid's executor; {', '.join(GROUPS)} stand for many."
 )
 LINK_HELP = (
-    f"TP link: {REAL} (gloo on loopback), or emulated: {', '.join(LINKS)}, or alpha,beta in s and bytes/s."
+    f"TP link: {REAL} (gloo on loopback), or emulated: {', '.join(LINKS)}, or alpha,beta in s and bytes/s. With "
+    "--ratio, which sets it, messages alone take this one."
 )
 #: Parameters that ``--model smollm2`` has a use for.
 FOR_SMOLLM2 = ("model", "tp", "pp", "microbatches", "json_", "timeout")
+#: A year: a larger limit is a slip.
+MOST_TIMEOUT = 366 * 86400.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -78,13 +82,19 @@ def bench(
     timeout: Annotated[float, typer.Option(help="Seconds after which the ranks are ended.")] = 900.0,
 ) -> None:
     """Train one model under fxbraid and under torch.distributed.pipelining, check that all give the same loss
-    and gradients as one process, and print what each costs. Exits with 1 where they differ."""
+    and gradients as one process, and print what each costs. Exits with 1 where they differ, and where a time is
+    invalid."""
     if ctx.invoked_subcommand is not None:
         return
-    console = Console(quiet=int(os.environ.get("RANK", "0")) != 0, emoji=False)
+    # Without the launcher's other variables a RANK is somebody else's, and this process starts its own ranks.
+    console = Console(quiet=under_torchrun() and os.environ["RANK"] != "0", emoji=False)
     if not console.is_terminal:
         console.width = 150  # a log cuts no column off
     try:
+        if not 0 < timeout <= MOST_TIMEOUT:
+            raise ConfigError(f"--timeout is {timeout:g}; give seconds above 0, at most {MOST_TIMEOUT:g}")
+        outputs = Outputs(json_, csv, plot)
+        check_outputs(outputs)
         if model == "smollm2":
             _refuse_given(ctx)
             smol = SmolConfig(
@@ -94,6 +104,8 @@ def bench(
             )
             good = run_smollm2(smol, console, json_, timeout)
         else:
+            if compute == "real":
+                _refuse_modelled(ctx)
             if repeat is None:
                 repeat = 2 if compute == "modelled" and clock in (None, "virtual") else 10
             config = BenchConfig(
@@ -118,7 +130,7 @@ def bench(
                 clock=clock,
                 arithmetic=arithmetic,
             )
-            good = run_bench(config, console, Outputs(json_, csv, plot), timeout)
+            good = run_bench(config, console, outputs, timeout)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     except RankError as error:
@@ -135,7 +147,7 @@ def compare(
     tolerance: Annotated[str, typer.Option(help="How much slower is fine, such as 5%.")] = f"{TOLERANCE:.0%}",
     baseline: Annotated[
         str | None,
-        typer.Option(help="The schedule that times are relative to (default: a blocking one or torch's)."),
+        typer.Option(help="The schedule that times are relative to (default: torch's, else a blocking one)."),
     ] = None,
 ) -> None:
     """The regression gate: exits with 1 where NEW is slower than OLD by more than the tolerance and the spread,
@@ -144,6 +156,15 @@ def compare(
         found = compare_files(_read(old), _read(new), _fraction(tolerance), baseline)
     except CompareError as error:
         raise typer.BadParameter(str(error)) from error
+    if found.own is not None:
+        typer.echo(
+            f"baseline {found.baseline}: {1e3 * found.own.old:.3f} -> {1e3 * found.own.new:.3f} ms, which two machines "
+            "may differ in"
+        )
+        if not found.own.name.startswith("Schedule"):
+            typer.echo(
+                "None of torch's schedules is in both files: what slows all of fxbraid down does not show."
+            )
     for change in found.changes:
         unit = "ms" if found.baseline is None else f"x {found.baseline}"
         was, now = (v * (1e3 if found.baseline is None else 1) for v in (change.old, change.new))
@@ -155,12 +176,11 @@ def compare(
     typer.echo(f"No worse: {len(found.changes)} schedules within {tolerance} and their spread.")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CompareError(f"{path} cannot be read as JSON: {error}") from error
-    return content
 
 
 def _fraction(text: str) -> float:
@@ -170,19 +190,31 @@ def _fraction(text: str) -> float:
         value = -1.0
     if not 0 <= value < 10:
         raise CompareError(f"--tolerance {text} is no share; write 5% or 0.05")
+    if value > 1 and not text.endswith("%"):
+        raise CompareError(
+            f"--tolerance {text} would be {100 * value:g} %; write {text}% or {value / 100:g} for {text} %, and "
+            f"{100 * value:g}% if you mean that"
+        )
     return value
 
 
 def _refuse_given(ctx: typer.Context) -> None:
     """An option that would be ignored is an error, not a silence."""
-    given = [
-        name
-        for name in ctx.params
-        if name not in FOR_SMOLLM2 and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
+    given = _given(ctx, [name for name in ctx.params if name not in FOR_SMOLLM2])
     if given:
-        options = ", ".join(f"--{name.rstrip('_').replace('_', '-')}" for name in given)
         raise ConfigError(
-            f"{options} means nothing with --model smollm2, which runs three AdamW steps of stp, eager, on "
+            f"{given} means nothing with --model smollm2, which runs three AdamW steps of stp, eager, on "
             "sequences of 128 tokens; leave it out"
         )
+
+
+def _refuse_modelled(ctx: typer.Context) -> None:
+    """With real compute, nothing reads the options of modelled compute."""
+    if given := _given(ctx, ["times", "unit_ms"]):
+        raise ConfigError(f"{given} is for modelled compute, and here it is real; add --compute modelled")
+
+
+def _given(ctx: typer.Context, names: Iterable[str]) -> str:
+    """Those of ``names`` that the user wrote, as options."""
+    given = [name for name in names if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    return ", ".join(f"--{name.rstrip('_').replace('_', '-')}" for name in given)

@@ -27,6 +27,8 @@ REAL = "real"
 Compute = Literal["real", "modelled"]
 Shape = Literal["equal", "flops"]
 UNIT_MS = 2.0
+#: Tokens are drawn with the seed behind that of the weights, so it has to fit as well.
+MOST_SEED = 2**63 - 1
 
 
 class ConfigError(ValueError):
@@ -40,8 +42,9 @@ class BenchConfig:
     layers, hidden: None leaves the model's depth and width (the MLP's width follows). link, pp_link: "real" is gloo on
     loopback; else emulated (``devices.parse_link``), pp_link like link where None. compute: "modelled" gives every
     unit its time on the device clock, by ``times``; unit_ms: of the mean attention or MLP forward. ratio: T_AR / T_F
-    of every chunk, sets the TP link. clock: of the emulation (None: virtual where compute is modelled, else wall).
-    arithmetic: False leaves the numbers out (timing only). steps: timed rounds, one step of every schedule in each.
+    of every chunk, sets the TP link (``link`` is then for messages alone). clock: of the emulation (None: virtual
+    where compute is modelled, else wall). arithmetic: False leaves the numbers out (timing only). steps: timed rounds,
+    one step of every schedule in each.
     """
 
     model: str = "qwen2-tiny"
@@ -125,9 +128,14 @@ def n_chunks(config: BenchConfig, entry: Entry) -> int:
 
 def check_config(config: BenchConfig) -> None:
     """Raise ``ConfigError`` for whatever would fail in the ranks."""
-    for option in ("tp", "pp", "microbatches", "microbatch_size", "steps", "layers", "hidden"):
-        if (value := getattr(config, option)) is not None and value < 1:
-            raise ConfigError(f"--{option.replace('_', '-')} is {value}; give a number that is at least 1")
+    for field in ("tp", "pp", "microbatches", "microbatch_size", "steps", "layers", "hidden"):
+        if (value := getattr(config, field)) is not None and value < 1:
+            option = {"steps": "repeat"}.get(field, field).replace("_", "-")
+            raise ConfigError(f"--{option} is {value}; give a number that is at least 1")
+    if not -(2**63) <= config.seed < MOST_SEED:
+        raise ConfigError(
+            f"--seed is {config.seed}; give a whole number from -2^63 to 2^63 - 2, which torch's generators take"
+        )
     if config.seq < 2:
         raise ConfigError(f"--seq is {config.seq}; give at least 2, since each token predicts the next one")
     if not config.schedules:
@@ -163,8 +171,7 @@ def _check_emulation(config: BenchConfig) -> None:
                 parse_link(text)
             except ValueError as error:
                 raise ConfigError(f"--{option.replace('_', '-')}: {error}") from error
-    if config.ratio is not None and not 0 <= config.ratio < float("inf"):
-        raise ConfigError(f"--ratio is {config.ratio:g}; give T_AR / T_F, 0 or more, such as 0.37")
+    _check_links(config)
     if not 0 < config.unit_ms < float("inf"):
         raise ConfigError(f"--unit-ms is {config.unit_ms:g}; give milliseconds above 0")
     if not config.emulated:
@@ -189,9 +196,31 @@ def _check_emulation(config: BenchConfig) -> None:
     if not config.arithmetic and not config.modelled:
         raise ConfigError("--timing-only leaves nothing to time with real compute; add --compute modelled")
     if config.modelled and config.link == REAL and config.ratio is None:
+        ratio = "--ratio 0.37, or " if config.tp > 1 else ""
         raise ConfigError(
-            "--compute modelled needs a link that is modelled as well: give --ratio 0.37, or --link "
+            f"--compute modelled needs a link that is modelled as well: give {ratio}--link "
             f"{', '.join(LINKS)} or alpha,beta"
+        )
+
+
+def _check_links(config: BenchConfig) -> None:
+    """Is each link given once, and has the ratio something to set?"""
+    if config.ratio is not None and not 0 <= config.ratio < float("inf"):
+        raise ConfigError(f"--ratio is {config.ratio:g}; give T_AR / T_F, 0 or more, such as 0.37")
+    if config.ratio is not None and config.tp == 1:
+        raise ConfigError(
+            f"--ratio {config.ratio:g} sets the TP link, and with --tp 1 there are no all-reduces; leave it out and "
+            "give --link for the messages, or take --tp 2"
+        )
+    if config.ratio is not None and config.link != REAL and config.pp_link is not None:
+        raise ConfigError(
+            f"--link {config.link} has nothing to set: --ratio {config.ratio:g} sets the TP link and --pp-link "
+            f"{config.pp_link} the other; leave one of the three out"
+        )
+    if config.emulated and config.pp_link == REAL:
+        raise ConfigError(
+            "--pp-link real does not go with a TP link or compute that is modelled: one clock counts both links; give "
+            f"{', '.join(LINKS)} or alpha,beta, such as 0,inf for messages that take no time"
         )
 
 

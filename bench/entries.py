@@ -12,6 +12,7 @@ from fxbraid.passes.block import Collectives
 BLOCKING, FREE = ":blocking", ":free"
 ORDER = "order:"
 AUTO = "auto"
+MODES: dict[str, Collectives] = {BLOCKING: "blocking", FREE: "free"}
 #: Names that stand for many.
 GROUPS = ("all", "ours", "torch", "orders")
 
@@ -40,8 +41,8 @@ class Entry:
 def parse(name: str) -> Entry:
     """``stp``, ``stp:blocking``, ``stp:free``, ``ScheduleGPipe``, ``order:ZBVZeroBubble``; see :class:`Entry`.
 
-    Raises ``ScheduleError`` for a class that torch does not have; whether fxbraid has a family is found out when it is
-    built.
+    Other spellings of fxbraid's names become the name itself. Raises ``ScheduleError`` for what nobody has, and for a
+    class of torch with a suffix, which means nothing there.
     """
     if name.startswith(ORDER):
         kind = name.removeprefix(ORDER)
@@ -54,21 +55,28 @@ def parse(name: str) -> Entry:
         return Entry(ORDER + short(kind), "order", kind, "blocking")
     if name in SCHEDULES:
         return Entry(name, "torch", name)
-    if name.endswith(BLOCKING):
-        return Entry(name, "fxbraid", name.removesuffix(BLOCKING), "blocking")
-    if name.endswith(FREE):
-        return Entry(name, "fxbraid", name.removesuffix(FREE), "free")
-    return Entry(name, "fxbraid", name)
+    plain, colon, mode = name.partition(":")
+    if plain in SCHEDULES and colon + mode in (BLOCKING, FREE):
+        raise schedule.ScheduleError(
+            f"{name!r}: torch's classes always block, and have no order of fxbraid's to block or free; take {plain}, "
+            f"or {schedule.canonical(plain)}{colon}{mode} for fxbraid's schedule of that name"
+        )
+    for suffix, collectives in MODES.items():
+        if name.endswith(suffix):
+            family = schedule.canonical(name.removesuffix(suffix))
+            return Entry(family + suffix, "fxbraid", family, collectives)
+    family = schedule.canonical(name)
+    return Entry(family, "fxbraid", family)
 
 
 def expand(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Replace the names of groups by their members, and keep each name once."""
+    """Replace the names of groups by their members, other spellings by the name, and keep each name once."""
     ours = (*schedule.FAMILIES, AUTO, f"stp{BLOCKING}", f"stp{FREE}")
     torch = tuple(SCHEDULES)
     orders = tuple(ORDER + short(name) for name in SCHEDULES)
     groups = {"ours": ours, "torch": torch, "orders": orders, "all": (*ours, *orders, *torch)}
     full = (one for name in names for one in groups.get(name, (name,)))
-    return tuple(dict.fromkeys(full))
+    return tuple(dict.fromkeys(parse(name).name for name in full))
 
 
 def short(name: str) -> str:

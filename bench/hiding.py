@@ -68,10 +68,10 @@ def main(
 
 
 def share_of_bound(cells: dict[str, Cell], pp: int, m: int) -> tuple[float, float] | None:
-    """(eta, eta / eta_max) of stp, or None where there is nothing to hide."""
+    """(eta, eta / eta_max) of stp, or None where there is nothing to hide, or nothing to hide it behind."""
     stp, blocking, free = (cells[name].seconds for name in TRIO)
-    value = eta(blocking, stp, free)
-    return None if value is None else (value, value / eta_max(pp, m))
+    value, best = eta(blocking, stp, free), eta_max(pp, m)
+    return None if value is None or best == 0 else (value, value / best)
 
 
 def hiding_rows(found: Found, plan: Plan) -> list[list[str]]:

@@ -96,7 +96,13 @@ class Result:
 
     @property
     def ok(self) -> bool:
+        """Do all engines agree, with one process and to the bit where they must?"""
         return all(row.ok for row in self.rows) and all(self.bitwise.values())
+
+    @property
+    def valid(self) -> bool:
+        """Were all times taken under no more emulation error than stated?"""
+        return all(row.valid for row in self.rows)
 
 
 def tell(done: int, total: int, text: str) -> None:

@@ -33,6 +33,7 @@ def as_json(config: BenchConfig, result: Result) -> dict[str, Any]:
         "rows": [_row(config, row) for row in result.rows],
         "eta": [asdict(found) for found in etas(config, result)],
         "ok": result.ok,
+        "valid": result.valid,
     }
 
 

@@ -34,7 +34,7 @@ class Outputs:
 
 
 def run_bench(config: BenchConfig, console: Console, outputs: Outputs, timeout_s: float) -> bool:
-    """Check, run, print and write; whether all engines agree."""
+    """Check, run, print and write; whether all engines agree and all times count."""
     check_config(config)
     if outputs.plot is not None:
         check_plot(outputs.plot)
@@ -49,7 +49,26 @@ def run_bench(config: BenchConfig, console: Console, outputs: Outputs, timeout_s
     console.print(verdict(config, result), markup=False, highlight=False)
     if not console.quiet:
         _write(config, result, outputs)
-    return result.ok
+    return result.ok and result.valid
+
+
+def check_outputs(outputs: Outputs) -> None:
+    """Raise ``ConfigError`` for files that could not be written, before anything runs."""
+    found: dict[Path, str] = {}
+    for option in ("json", "csv", "plot"):
+        path: Path | None = getattr(outputs, option)
+        if path is None:
+            continue
+        whole = path.absolute().resolve()
+        if other := found.get(whole):
+            raise ConfigError(f"--{other} and --{option} are one file, {path}; give each its own")
+        found[whole] = option
+        if whole.is_dir():
+            raise ConfigError(f"--{option} {path} is a folder; give the name of a file")
+        if not whole.parent.is_dir():
+            raise ConfigError(f"--{option} {path}: there is no folder {whole.parent}; make it first")
+        if not os.access(whole if whole.exists() else whole.parent, os.W_OK):
+            raise ConfigError(f"--{option} {path} may not be written by this user; give another place")
 
 
 def _with_failures(config: BenchConfig, result: Result, timeout_s: float) -> Result:

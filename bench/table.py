@@ -15,8 +15,9 @@ from fxbraid.bench.entries import BLOCKING, FREE, short
 from fxbraid.bench.pippy import SCHEDULES
 from fxbraid.bench.ranks import ERROR_TOL, GRAD_TOL, LOSS_TOL, Result, Row
 from fxbraid.metrics import eta, eta_max
-from fxbraid.schedule import build
+from fxbraid.schedule.stp import below_closed_form
 
+STP = "stp"
 SHARES = {"exposed_tp": "exp.\nTP %", "exposed_p2p": "exp.\nP2P %", "bubble": "bubble\n%"}
 
 
@@ -31,17 +32,26 @@ class Eta:
 
 
 def etas(config: BenchConfig, result: Result) -> list[Eta]:
-    """For every schedule that ran overlapped, blocking and free."""
-    medians = {row.name: statistics.median(row.samples_s) for row in result.rows if row.samples_s}
+    """For every schedule that ran overlapped, blocking and free, and whose three times are valid."""
     found = []
-    for name, measured in medians.items():
-        blocking, free = medians.get(name + BLOCKING), medians.get(name + FREE)
-        if blocking is not None and free is not None:
+    for rows in trios(result):
+        if all(row.valid for row in rows):
+            measured, blocking, free = (statistics.median(row.samples_s) for row in rows)
             value, best = eta(blocking, measured, free), None
-            if build(name, p=config.pp, m=config.microbatches).name == "stp" and config.tp > 1:
+            if rows[0].name == STP and config.tp > 1:
                 best = eta_max(config.pp, config.microbatches)
-            found.append(Eta(name, value, best))
+            found.append(Eta(rows[0].name, value, best))
     return found
+
+
+def trios(result: Result) -> list[tuple[Row, Row, Row]]:
+    """For every schedule that ran in all three ways, its rows: overlapped, blocking, free."""
+    rows = {row.name: row for row in result.rows if row.samples_s}
+    return [
+        (row, rows[name + BLOCKING], rows[name + FREE])
+        for name, row in rows.items()
+        if name + BLOCKING in rows and name + FREE in rows
+    ]
 
 
 def cores() -> int:
@@ -160,6 +170,14 @@ def verdict(config: BenchConfig, result: Result) -> str:
     for pair, equal in result.bitwise.items():
         lines.append(f"{pair}: {'bitwise equal' if equal else 'NOT BITWISE EQUAL'}.")
     lines += [_hidden(found) for found in etas(config, result)]
+    lines += [
+        f"{rows[0].name}: no eta, since {' and '.join(row.name for row in rows if not row.valid)} "
+        f"{'is' if sum(not row.valid for row in rows) == 1 else 'are'} INVALID."
+        for rows in trios(result)
+        if not all(row.valid for row in rows)
+    ]
+    if any(row.name in (STP, STP + BLOCKING, STP + FREE) for row in ran):
+        lines += below_closed_form(config.pp, config.microbatches)
     return "\n".join(lines)
 
 
@@ -167,6 +185,8 @@ def _hidden(found: Eta) -> str:
     if found.value is None:
         return f"{found.schedule}: blocking collectives cost nothing here, so there is nothing to hide."
     bound = ""
-    if found.best is not None:
+    if found.best == 0:
+        bound = ", eta_max 0 (so few micro-batches leave nothing to hide behind)"
+    elif found.best is not None:
         bound = f", eta_max {found.best:.3f}, eta / eta_max {found.value / found.best:.3f}"
     return f"{found.schedule}: eta {found.value:.3f}{bound}."

@@ -148,6 +148,7 @@ def _say(choice: Choice) -> dict[str, Any]:
         "others": [dataclasses.asdict(one) for one in choice.others],
         "considered": choice.considered,
         "costs": choice.costs,
+        "hides": choice.hides,
     }
 
 
@@ -161,4 +162,5 @@ def _hear(said: Mapping[str, Any]) -> Choice:
         others=tuple(Candidate(**one) for one in said["others"]),
         considered=said["considered"],
         costs=said["costs"],
+        hides=said["hides"],
     )

@@ -15,6 +15,7 @@ from .plan.choose import Choice
 from .runtime.engine import Engine
 from .runtime.mesh import Mesh
 from .schedule import parts
+from .schedule.stp import below_closed_form
 
 if TYPE_CHECKING:
     from .model import Options, Plan
@@ -116,6 +117,7 @@ def make_report(
                 handed_bytes=sum(nbytes(n.meta["val"]) for n in chunk.handed),
             )
         )
+    below = below_closed_form(schedule.p, schedule.m) if schedule.name == "stp" else []
     return Report(
         sizes=f"tp {mesh.tp_size} x pp {mesh.pp_size}, {options.n_microbatches} micro-batches, rank "
         f"(pp {mesh.pp_rank}, tp {mesh.tp_rank})",
@@ -128,7 +130,7 @@ def make_report(
         compile=str(options.compile),
         braided=options.braided,
         collectives=options.collectives,
-        notes=plan.tp.notes,
+        notes=(*plan.tp.notes, *below),
         last_step=last_step,
         choice=choice,
     )

@@ -25,6 +25,7 @@ from ..compat import serves, timeout_of
 from ..passes.errors import BraidError
 from ..schedule import Placement, Schedule
 from ..schedule.lower import Channel, channels
+from . import emulate
 
 
 @dataclass(slots=True)
@@ -99,6 +100,7 @@ class Mesh:
             if column == self.tp_rank and self.pp_rank in pp_ranks:
                 mine = group
         if mine is not None:
+            emulate.name_axis(mine, "pp")
             # Where torch does not connect a group at once, it is used here, where every member is.
             dist.all_reduce(torch.zeros(1, device=self.device), group=mine)
         return mine
@@ -172,6 +174,9 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
         )
     device = _device(mesh.device_type)
     timeout = timeout_of(world, device) if world is not None else None
+    pp_group = mesh["pp"].get_group() if "pp" in names else None
+    if len(table[0]) == 1:
+        emulate.name_axis(pp_group, "pp")  # the default group: torch makes none for an axis over all ranks
     return Mesh(
         device=device,
         pp_size=len(table),
@@ -180,7 +185,7 @@ def _from_device_mesh(mesh: DeviceMesh, tp_size: int | None, pp_size: int | None
         tp_rank=tp_rank,
         ranks=table,
         tp_group=mesh["tp"].get_group() if "tp" in names else None,
-        pp_group=mesh["pp"].get_group() if "pp" in names else None,
+        pp_group=pp_group,
         model_group=world,
         host_group=_host_group(world, timeout),
         timeout=timeout,

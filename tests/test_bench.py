@@ -50,6 +50,20 @@ def text_of(output: str) -> str:
         ({"pp": 0}, "--pp is 0; give a number that is at least 1"),
         ({"microbatches": -1}, "--microbatches is -1"),
         ({"seq": 1}, "--seq is 1; give at least 2"),
+        ({"steps": 0}, "--repeat is 0; give a number that is at least 1"),
+        ({"seed": 10**23}, f"--seed is {10**23}; give a whole number from -2^63 to 2^63 - 2"),
+        ({"tp": 1, "ratio": 0.5}, "--ratio 0.5 sets the TP link, and with --tp 1 there are no all-reduces"),
+        (
+            {"link": "1e-3,1e6", "pp_link": "ib", "ratio": 0.3},
+            "--link 1e-3,1e6 has nothing to set: --ratio 0.3 sets the TP link and --pp-link ib the other",
+        ),
+        (
+            {"link": "nvlink", "pp_link": "real"},
+            "--pp-link real does not go with a TP link or compute that is",
+        ),
+        ({"ratio": 0.3, "pp_link": "real"}, "--pp-link real does not go with a TP link or compute that is"),
+        ({"schedules": ("ScheduleGPipe:blocking",)}, "or gpipe:blocking for fxbraid's schedule of that name"),
+        ({"schedules": ("zigzag:free",)}, "no schedule is named 'zigzag'"),
         ({"pp": 8}, "stp on --pp 8 wants 16 chunks, and qwen2-tiny has 8 layers"),
         ({"pp": 16, "schedules": ("ScheduleGPipe",)}, "ScheduleGPipe on --pp 16 wants 16 chunks"),
         ({"schedules": ("zigzag",)}, "no schedule is named 'zigzag'"),
@@ -136,6 +150,49 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch: pytest.
         run_module.run_bench(BenchConfig(), Console(), run_module.Outputs(), 1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--timeout 0", "--timeout is 0; give seconds above 0"),
+        ("--timeout=-5", "--timeout is -5; give seconds above 0"),
+        ("--timeout nan", "--timeout is nan; give seconds above 0"),
+        ("--timeout inf", "--timeout is inf; give seconds above 0, at most"),
+        ("--json same --csv ./same", "--json and --csv are one file, same; give each its own"),
+        ("--json none/x.json", "--json none/x.json: there is no folder"),
+        ("--csv folder", "--csv folder is a folder; give the name of a file"),
+        ("--plot none/x.png", "--plot none/x.png: there is no folder"),
+        ("--model smollm2 --json none/x.json", "--json none/x.json: there is no folder"),
+        ("--times flops", "--times is for modelled compute, and here it is real; add --compute modelled"),
+        (
+            "--times equal --unit-ms 2 --link ib",
+            "--times, --unit-ms is for modelled compute, and here it is real",
+        ),
+    ],
+)
+def test_what_would_fail_or_be_ignored_later_is_refused_before_any_rank_starts(
+    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "launch", lambda *_, **__: pytest.fail("a rank was started"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    result = CliRunner().invoke(app, options.split())
+    assert result.exit_code == 2, result.output
+    assert message in text_of(result.output)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("rank", ["1", "x"])
+def test_a_rank_variable_without_a_launcher_means_nothing(
+    rank: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run_module, "launch", lambda *_, **__: [result_with(1e-7)])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", rank)
+    result = CliRunner().invoke(app, ["--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 0 and "All 2 give the loss" in text_of(result.output), result.output
+    assert json.loads((tmp_path / "out.json").read_text())["ok"]
+
+
 def test_a_plot_needs_a_known_ending_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed")
     monkeypatch.setattr(run_module, "launch", lambda *_, **__: pytest.fail("a rank was started"))
@@ -166,6 +223,12 @@ def test_names_say_engine_and_mode() -> None:
 
 def test_groups_stand_for_every_schedule_once() -> None:
     assert expand(("stp", "zbv", "stp")) == ("stp", "zbv")
+    assert expand(("STP", "stp", "GPipe", "STP:free", "order:ScheduleGPipe", "order:GPipe")) == (
+        "stp",
+        "gpipe",
+        "stp:free",
+        "order:GPipe",
+    )
     everything = expand(("all",))
     assert set(schedules.FAMILIES) | set(SCHEDULES) | {"auto", "stp:blocking", "stp:free"} <= set(everything)
     assert sum(name.startswith("order:") for name in everything) == len(SCHEDULES) == 7
@@ -233,6 +296,16 @@ def test_the_exit_code_is_the_verdict(
     assert json.loads((tmp_path / "out.json").read_text())["ok"] is (code == 0)
 
 
+def test_an_invalid_time_fails_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = result_with(1e-7)
+    bad = replace(result, rows=(replace(result.rows[0], errors=(0.4, 0.5)), *result.rows[1:]))
+    monkeypatch.setattr(run_module, "launch", lambda *_, **__: [bad])
+    done = CliRunner().invoke(app, ["--json", str(tmp_path / "out.json")])
+    assert done.exit_code == 1, done.output
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert (content["ok"], content["valid"]) == (True, False)
+
+
 def test_a_failing_rank_is_shown_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RankError(3, "ValueError: no", "Traceback")
@@ -287,6 +360,13 @@ def test_eta_comes_from_three_rows_of_one_run() -> None:
     assert (found.schedule, found.best) == ("stp", pytest.approx(1 - 5 / 32))
     assert found.value == pytest.approx(0.9)
     assert "stp: eta 0.900, eta_max 0.844, eta / eta_max 1.067." in verdict(BenchConfig(), result)
+    invalid = replace(result, rows=tuple(replace(r, errors=(0.4,) * (r.name == "stp:free")) for r in rows))
+    assert etas(BenchConfig(), invalid) == []
+    assert "stp: no eta, since stp:free is INVALID." in verdict(BenchConfig(), invalid)
+    assert "published order" not in verdict(BenchConfig(), result)
+    few = verdict(BenchConfig(microbatches=4), result)
+    assert "stp: m = 4 is below 3p - 1 = 5, where the published order does not exist" in few
+    assert "eta 0.900, eta_max 0 (so few" in verdict(BenchConfig(microbatches=1), result)
     flat = replace(result, rows=tuple(replace(row, samples_s=(1.0,)) for row in rows))
     assert "nothing to hide" in verdict(BenchConfig(), flat)
 

@@ -67,20 +67,27 @@ def test_a_whole_run_writes_table_json_csv_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (the extra plot) is not installed")
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "csv", "svg")}
     sizes = (
-        "--pp 2 --tp 1 -m 4 --seq 16 --layers 4 --hidden 32 --link 1e-4,1e9 --compute modelled --times flops"
+        "--pp 2 --tp 1 -m 4 --seq 16 --layers 4 --hidden 32 --link 1e-3,1e9 --pp-link 0,inf --compute modelled "
+        "--times flops"
     )
     names = "stp,stp:blocking,stp:free,order:Interleaved1F1B,ScheduleInterleaved1F1B"
     outputs = ["--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["svg"])]
     done = CliRunner().invoke(app, [*sizes.split(), "--schedules", names, *outputs])
     assert done.exit_code == 0, done.output
     content = json.loads(files["json"].read_text())
-    assert content["clock_name"] == "virtual" and content["clock"].startswith("emulated, virtual clock")
+    assert (
+        content["ok"]
+        and content["valid"]
+        and content["clock_name"] == "virtual"
+        and content["clock"].startswith("emulated, virtual clock")
+    )
     rows, message = {row["name"]: row for row in content["rows"]}, 2 * 16 * 32 * 4
     assert list(rows) == names.split(",")
     for name, row in rows.items():
         assert row["samples_s"][0] == row["samples_s"][1]
         if row["label"] != "torch":
-            assert abs(row["prediction_difference"]) < 0.01, name
+            # The simulator leaves the loss's broadcast out: it is on the PP link, and takes no time there.
+            assert abs(row["prediction_difference"]) < 1e-9, name
             # The simulator leaves messages on their way out: at most two for each chunk and micro-batch.
             assert 0 <= max(row["peak_bytes"]) - row["prediction"]["peak"] <= 4 * 4 * message
         assert row["timing_only"] == (name == "stp:free") == (row["difference"] is None)

@@ -60,6 +60,11 @@ def test_which_link_a_group_takes() -> None:
     assert by_place.link([1, 2], message=False, description="mesh_tp") is pp
 
 
+def test_what_is_no_emulated_group_needs_no_axis() -> None:
+    emulate.name_axis(None, "pp")
+    emulate.name_axis(object(), "pp")
+
+
 def test_outputs_name_the_clock() -> None:
     for clock in emulate.CLOCKS:
         assert f"emulated, {clock} clock" in str(Cluster(Link(0.0), Link(0.0), clock=clock))  # type: ignore[arg-type]

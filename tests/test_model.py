@@ -285,6 +285,7 @@ def test_the_program_and_its_blocks_can_be_read() -> None:
     report = braided.report()
     assert report.units > report.artefacts
     assert "2 chunks" in str(report) and "layers per chunk: 2, 2" in str(report)
+    assert "published order" not in str(report)
 
 
 def test_nothing_of_a_step_stays_alive_and_the_peak_does_not_grow_with_m() -> None:
@@ -323,6 +324,7 @@ def test_one_loss_for_a_batch_of_one_micro_batch() -> None:
     braided = braid(model, data, n_microbatches=1)
     assert torch.allclose(braided.step(**data), model(**data).loss, rtol=1e-6)
     assert_grads(braided, plain_grads(model, data))
+    assert "m = 1 is below 3p - 1 = 2, where the published order does not exist" in str(braided.report())
 
 
 def test_labels_that_are_all_ignored_give_what_the_plain_model_gives() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxbraid
-from fxbraid.plan.choose import TORCH, choose
+from fxbraid.plan.choose import TORCH, choose, settle
 from fxbraid.runtime import emulate
 from fxbraid.runtime.emulate import Cluster, Link
 from fxbraid.runtime.launch import launch
@@ -153,3 +153,20 @@ def test_the_choice_is_never_slower_than_torchs_orders() -> None:
                         else (costs if choice.schedule.v == 2 else costs.merged()),
                     ).step_time
                 )
+
+
+def test_a_choice_without_collectives_says_so_and_is_not_held_against_itself() -> None:
+    from fxbraid.simulate import constants
+
+    for ar in (0.0, 0.6):
+        costs = constants(4, 1, 1, 1, ar, layers=2)
+        auto = choose(2, 5, costs, effort=2_000)
+        asked = settle(build("1f1b", p=2, m=5), costs.merged())
+        for choice in (auto, asked):
+            assert choice.hides == (ar > 0)
+            against = [line for line in choice.lines if line.startswith("against ")]
+            for line in against:
+                same = line.split(":")[0].removeprefix("against torch's fastest order here, ")
+                assert same.removeprefix("against ") != choice.best.name, line
+            said = ("collectives take no time here" in choice.lines[-1]) == (ar == 0)
+            assert said and ("waiting for a partner" not in choice.lines[-1] or ar > 0)

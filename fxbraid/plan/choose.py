@@ -75,7 +75,7 @@ Entry = tuple[Candidate, Schedule]
 class Choice:
     """What was chosen and against what. asked: the schedule that was asked for. schedule, best: what runs. torch: the
     fastest of torch's schedules on this executor, None if none was looked at. others: the runners-up, fastest first.
-    costs: where the costs come from.
+    costs: where the costs come from. hides: do collectives take any time, so that braiding could hide some?
     """
 
     asked: str
@@ -85,6 +85,7 @@ class Choice:
     others: tuple[Candidate, ...]
     considered: int
     costs: str
+    hides: bool = True
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -94,13 +95,21 @@ class Choice:
             f"schedule {self.asked!r}: {best.name}, units in the {_order_name(best.order)} order, predicted "
             f"{best.step_time:.6g} a step ({self.costs}; {self.considered} candidates)"
         ]
-        if self.torch is not None:
-            said.append(
-                f"against torch's fastest order here, {self.torch.name}: {self.torch.step_time:.6g} "
-                f"({_percent(self.torch, best)})"
-            )
-        said += [f"against {one.name}: {one.step_time:.6g} ({_percent(one, best)})" for one in self.others]
-        said.append(_why(best, [*self.others, *([self.torch] if self.torch else [])]))
+        torch = [self.torch] if self.torch is not None else []
+        for one in torch:
+            if one.name == best.name and one.step_time <= best.step_time * (1 + CLOSE):
+                said.append("it is torch's fastest order here, on this executor")
+            else:
+                said.append(
+                    f"against torch's fastest order here, {_apart(one, best)}: {one.step_time:.6g} "
+                    f"({_percent(one, best)})"
+                )
+        said += [
+            f"against {_apart(one, best)}: {one.step_time:.6g} ({_percent(one, best)})"
+            for one in self.others
+            if (one.name, one.order) not in [(other.name, other.order) for other in torch]
+        ]
+        said.append(_why(best, [*self.others, *torch], self.hides))
         return tuple(said)
 
 
@@ -141,7 +150,7 @@ def choose(
         raise ScheduleError(
             f"no known schedule with p={p}, m={m} holds max_live={max_live} activations or fewer; raise max_live"
         )
-    return _decide("auto", found, torch, considered, workload.label)
+    return _decide("auto", found, torch, considered, workload)
 
 
 def settle(
@@ -168,7 +177,9 @@ def settle(
         plain = min(equal, key=lambda one: (sum(one[0].braids.values()), one[0].peak))
         best = as_it_is if _hides(workload) else plain
     others = [one[0] for one in sorted(tried, key=lambda one: one[0].step_time) if one is not best]
-    return Choice(schedule.name, best[1], best[0], None, tuple(others[:3]), len(tried), workload.label)
+    return Choice(
+        schedule.name, best[1], best[0], None, tuple(others[:3]), len(tried), workload.label, _hides(workload)
+    )
 
 
 def _of(
@@ -266,7 +277,7 @@ def _braids(schedule: Schedule) -> dict[str, int]:
 
 
 def _decide(
-    asked: str, found: Sequence[Entry], torch: Sequence[Entry], considered: int, label: str
+    asked: str, found: Sequence[Entry], torch: Sequence[Entry], considered: int, workload: Workload
 ) -> Choice:
     fastest = min(one.step_time for one, _ in found)
     near = [entry for entry in found if entry[0].step_time <= fastest * (1 + NEAR)]
@@ -274,11 +285,23 @@ def _decide(
         near, key=lambda entry: (entry[0].peak, sum(entry[0].braids.values()), entry[0].step_time)
     )
     rivals: list[Candidate] = []
-    for one, _ in sorted(found, key=lambda entry: entry[0].step_time):
-        if one.name not in (best.name, *(other.name for other in rivals)):
+    for one, made in sorted(found, key=lambda entry: entry[0].step_time):
+        if (
+            one.name not in (best.name, *(other.name for other in rivals))
+            and made.actions != schedule.actions
+        ):
             rivals.append(one)
     fastest_torch = min((one for one, _ in torch), key=lambda one: one.step_time, default=None)
-    return Choice(asked, schedule, best, fastest_torch, tuple(rivals[:3]), considered, label)
+    return Choice(
+        asked,
+        schedule,
+        best,
+        fastest_torch,
+        tuple(rivals[:3]),
+        considered,
+        workload.label,
+        _hides(workload),
+    )
 
 
 def _hides(workload: Workload) -> bool:
@@ -286,8 +309,11 @@ def _hides(workload: Workload) -> bool:
     return any(chunk.collective() > 0 for chunk in workload.chunks)
 
 
-def _why(best: Candidate, others: Sequence[Candidate]) -> str:
-    if not best.braids:
+def _why(best: Candidate, others: Sequence[Candidate], hides: bool) -> str:
+    if not hides:
+        reason = "collectives take no time here, so that there is nothing to hide"
+        reason += "; its braids change nothing in that" if best.braids else ", and nothing is braided"
+    elif not best.braids:
         reason = "nothing is braided: at these costs waiting for a partner costs more than hiding collectives gains"
     else:
         kinds = ", ".join(f"{count} x {_shown(kind)}" for kind, count in sorted(best.braids.items()))
@@ -296,6 +322,13 @@ def _why(best: Candidate, others: Sequence[Candidate]) -> str:
     if slower:
         reason += f"; within {100 * NEAR:g} % of the fastest, it needs the least memory"
     return reason
+
+
+def _apart(one: Candidate, best: Candidate) -> str:
+    """The name of ``one``, told apart from ``best`` where it differs from it in the order of units alone."""
+    return (
+        one.name if one.name != best.name else f"{one.name} with units in the {_order_name(one.order)} order"
+    )
 
 
 def _shown(kind: str) -> str:

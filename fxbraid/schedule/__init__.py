@@ -105,12 +105,9 @@ def build(name: str, *, p: int, m: int, v: int | None = None) -> Schedule:
 
     ``auto`` is a name too: the search at its default costs and without a memory limit.
     """
-    if _plain(name) == "auto":
+    key = canonical(name)
+    if key == "auto":
         return auto(p=p, m=m, v=2 if v is None else v)
-    known = {_plain(alias): key for key, family in FAMILIES.items() for alias in (key, *family.aliases)}
-    key = known.get(_plain(name))
-    if key is None:
-        raise ScheduleError(f"no schedule is named {name!r}; there are {', '.join(FAMILIES)} and auto")
     family = FAMILIES[key]
     if v is not None and v != family.v and not family.any_v:
         raise ScheduleError(
@@ -120,6 +117,15 @@ def build(name: str, *, p: int, m: int, v: int | None = None) -> Schedule:
     if min(p, m, v) < 1:
         raise ScheduleError(f"a schedule needs p, m, v >= 1, got p={p}, m={m}, v={v}")
     return family.make(p, m, v)
+
+
+def canonical(name: str) -> str:
+    """The one name of what ``name`` stands for: a key of ``FAMILIES``, or "auto". Raises ``ScheduleError``."""
+    known = {_plain(alias): key for key, family in FAMILIES.items() for alias in (key, *family.aliases)}
+    key = (known | {"auto": "auto"}).get(_plain(name))
+    if key is None:
+        raise ScheduleError(f"no schedule is named {name!r}; there are {', '.join(FAMILIES)} and auto")
+    return key
 
 
 def auto(

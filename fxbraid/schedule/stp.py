@@ -26,6 +26,17 @@ def stp(p: int, m: int) -> Schedule:
     return pick(makers("stp", Placement("v", p, 2), 3 * p, max(2, 4 * p - 1)), m, m)
 
 
+def below_closed_form(p: int, m: int) -> list[str]:
+    """For people: that ``stp`` is no published order at these sizes, and what to take; empty where it is one."""
+    if m >= 3 * p - 1:
+        return []
+    return [
+        f"stp: m = {m} is below 3p - 1 = {3 * p - 1}, where the published order does not exist; what ran is a list "
+        "schedule under its memory limit, and its published bound does not hold. auto chooses among more orders "
+        "by the costs of the run, and stp_plus is often faster for more memory."
+    ]
+
+
 def closed_form(p: int, m: int) -> Schedule:
     """The published order; m >= 3p - 1."""
     rows = tuple(tuple(_rank(p, m, rank)) for rank in range(p))

@@ -29,6 +29,7 @@ Every output must carry ``label()`` (or ``str(cluster)``), which names the clock
 
 from .clocks import Lateness
 from .cluster import CLOCKS, Cluster, Link, Op, collective_seconds, factor
+from .group import name_axis
 from .session import (
     BACKEND,
     Reading,
@@ -56,6 +57,7 @@ __all__ = [
     "device_time",
     "factor",
     "label",
+    "name_axis",
     "now",
     "process_group",
     "spend",

@@ -90,7 +90,7 @@ class EmulatedWork(AnyWork):
 
 
 class EmulatedGroup(AnyProcessGroup):
-    """One process group of an emulated cluster. ``ranks``: its members as global ranks.
+    """One process group of an emulated cluster. ``ranks``: its members as global ranks. ``axis``: see ``name_axis``.
 
     Its collectives are those of ``COLLECTIVES``, below.
     """
@@ -100,7 +100,7 @@ class EmulatedGroup(AnyProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self.session = session
-        self._me, self._ranks = rank, list(ranks)
+        self._me, self._ranks, self.axis = rank, list(ranks), ""
         self._timeout = timeout
         self._stamps = Stamps(store, rank, size, timeout)
         gloo = make_gloo(store, rank, size, timeout)
@@ -119,7 +119,7 @@ class EmulatedGroup(AnyProcessGroup):
             )
             self.session.watch(self._collectives)
         cluster = self.session.cluster
-        link = cluster.link(self._ranks, message=False, description=self.group_desc)
+        link = cluster.link(self._ranks, message=False, description=self.axis or self.group_desc)
         nbytes = sum(map(_nbytes, buffers))
         seconds = collective_seconds(link, op, nbytes, len(self._ranks))
         ticket = self._collectives.launch(Stamp(self.session.clock.stamp(), to_ps(seconds), 0, int(op)))
@@ -159,6 +159,13 @@ class EmulatedGroup(AnyProcessGroup):
             time = self.session.book(self._ranks[target], time, moves)
         ticket = self._messages[key].launch(Stamp(time, moves, to_ps(link.alpha_s), tag))
         return EmulatedWork(start(), ticket, self._messages[key], self.session, message=True)
+
+
+def name_axis(group: Any, axis: str) -> None:
+    """Say that the members of ``group`` lie along ``axis`` ("pp" or "tp") of the mesh; nothing where nothing is
+    emulated. torch gives an axis over all ranks the default group, and its description does not name the axis."""
+    if isinstance(group, EmulatedGroup):
+        group.axis = axis
 
 
 #: What each collective's whole buffer is (see ``cluster.factor``): of which argument, and how often.
