@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
-    [(draw, []), (simulate_command, []), (plan_command, ["--model", "llama3-8b", "--gpus", "8", "--device"])],
+    [(draw, []), (simulate_command, []), (plan_command, ["--gpus", "8", "--model"])],
 )
 def test_a_long_path_with_brackets_stays_in_one_piece(command: Any, arguments: list[str]) -> None:
     name = f"/{'a long way ' * 12}[/]/[red].csv"
@@ -60,8 +61,8 @@ def test_a_long_path_with_brackets_stays_in_one_piece(command: Any, arguments: l
         (["--layers", "1000000000"], "can be simulated"),
         (["--svg", "/nope/x.svg"], "/nope/x.svg can't be written: there is no folder /nope"),
         (["--svg", "/tmp"], "/tmp is a folder"),
-        (["--width", "-3"], "-3"),
-        (["--width", "0"], "0"),
+        (["--width", "-3"], "--width -3: a picture takes 30 columns or more"),
+        (["--width", "0"], "--width 0"),
         (["--tp-rank", "1"], "give --measured too"),
     ],
 )
@@ -88,7 +89,7 @@ def test_a_measured_step_takes_no_option_that_would_change_nothing(
 
 def test_given_times_are_seconds_and_memory_stays_in_chunk_activations(step: Path) -> None:
     said = run("--measured", str(step), "--times", "0.004,0.004,0.004,0.002", "--latency", "1e-3", code=0)
-    assert "chunk activations" in said and " B\n" not in said and "ms" in said
+    assert "chunk" in said and re.search(r"\d B\b", said) is None and "ms" in said
 
 
 def test_auto_is_made_for_the_measured_costs(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:

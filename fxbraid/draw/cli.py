@@ -54,11 +54,13 @@ def draw(
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page to zoom and hover.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome or Perfetto trace.")] = None,
-    width: Annotated[int | None, typer.Option(min=NARROWEST, help="Columns in the terminal.")] = None,
+    width: Annotated[int | None, typer.Option(help="Columns in the terminal.")] = None,
 ) -> None:
     """Draw a simulated schedule, or a measured step over it, in the terminal, and as SVG, HTML or a trace if asked."""
     ask = Ask(schedule, pp, m, v, times, layers, latency, braid, blocking, imbalance)
     try:
+        if width is not None and width < NARROWEST:
+            raise ScheduleError(f"--width {width}: a picture takes {NARROWEST} columns or more")
         ask.check_used(given(ctx), measured=measured is not None)
         check_outputs([svg, html, trace])
         lanes = None if measured is None else read_measured(measured, tp_rank)
