@@ -73,7 +73,8 @@ def braid(
 
     Raises:
         fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
-            communication starts, with the numbers and the way out.
+            communication starts, with the numbers and the way out. Ranks compare all arguments first: where one
+            differs, every rank names it.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
     example_batch = batches.normal(example_batch)
