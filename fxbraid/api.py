@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import batch as batches
 from . import schedule as schedules
+from .agree import agree
 from .decide import Order, check_order
 from .model import BraidedModel, Options
 from .passes.block import COLLECTIVES, TIMING_ONLY, Collectives
@@ -72,25 +73,23 @@ def braid(
 
     Raises:
         fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
-            communication starts, with the numbers and the way out.
+            communication starts, with the numbers and the way out. Ranks compare all arguments first: where one
+            differs, every rank names it.
     """
+    asked = {name: value for name, value in locals().items() if name != "model"}
     example_batch = batches.normal(example_batch)
-    batches.split(example_batch, n_microbatches)
-    if collectives is None:
-        collectives = "overlap" if braided else "blocking"
-    if collectives not in COLLECTIVES:
-        raise BraidError(f"collectives={collectives!r} is not one of {', '.join(map(repr, COLLECTIVES))}")
+    auto = isinstance(schedule, str) and schedule.lower() == "auto"
+    collectives, order = _checked(model, example_batch, asked, auto=auto)
     if collectives == "free":
         warnings.warn(f'collectives="free" is for {TIMING_ONLY}', stacklevel=2)
-    if any(p.is_meta for p in model.parameters()):
-        raise BraidError(
-            "the model is on the meta device, so it has no weights to shard; load or initialise it first"
-        )
-    if any(not isinstance(v, Tensor) and isinstance(v, list | dict) for v in example_batch.values()):
-        raise BraidError("example_batch holds a list or dict; give tensors or plain constants")
-    mesh = make_mesh(device_mesh, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
-    auto = isinstance(schedule, str) and schedule.lower() == "auto"
-    order = check_order(order, auto=auto)
+    told = {**asked, "model": model, "example_batch": dict(sorted(example_batch.items())), "order": order}
+    told |= {
+        "collectives": collectives,
+        "schedule": schedule.lower() if isinstance(schedule, str) else schedule,
+    }
+    mesh = make_mesh(
+        device_mesh, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size, agree=lambda: agree(told)
+    )
     chosen = None if auto else _schedule(schedule, mesh.pp_size, n_microbatches)
     if chosen is not None:
         if not braided:
@@ -121,8 +120,55 @@ def profile(model: BraidedModel, *, repeats: int = 5, cache: bool = True) -> Pro
     else the user's cache folder) for this machine, torch, compile mode, world and shapes; ``cache=False`` measures
     anew and keeps nothing. On an emulated cluster the modelled times and links are taken. ``model.simulate(profile)``
     and ``braid(order=profile)`` take it.
+
+    Raises :class:`BraidError` for a model that :func:`braid` did not make, or ``repeats`` below 1.
     """
+    if not isinstance(model, BraidedModel):
+        raise BraidError(
+            f"profile() measures what braid() has made, and this is a {type(model).__name__}; give it "
+            "braid(model, example_batch, ...)"
+        )
     return model.profile(repeats=repeats, cache=cache)
+
+
+def _checked(
+    model: nn.Module, batch: Mapping[str, Any], asked: Mapping[str, Any], *, auto: bool
+) -> tuple[Collectives, Order]:
+    """What can be said of the arguments without asking other ranks; returns ``collectives`` and ``order`` with their
+    defaults put in."""
+    m, max_live, braided = asked["n_microbatches"], asked["max_live"], asked["braided"]
+    _whole("n_microbatches", m)
+    _whole("max_programs", asked["max_programs"])
+    if max_live is not None:
+        _whole("max_live", max_live)
+        if not auto:
+            raise BraidError(
+                f'max_live={max_live} bounds what schedule="auto" may choose, and schedule={asked["schedule"]!s} is '
+                'chosen already; leave max_live out, or use schedule="auto"'
+            )
+    batches.split(batch, m)
+    collectives = asked["collectives"]
+    if collectives is None:
+        collectives = "overlap" if braided else "blocking"
+    if collectives not in COLLECTIVES:
+        raise BraidError(f"collectives={collectives!r} is not one of {', '.join(map(repr, COLLECTIVES))}")
+    if collectives == "overlap" and not braided:
+        raise BraidError(
+            'braided=False waits for every collective at once, and collectives="overlap" wants them to overlap; leave '
+            "one of them out"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise BraidError(
+            "the model is on the meta device, so it has no weights to shard; load or initialise it first"
+        )
+    if any(not isinstance(v, Tensor) and isinstance(v, list | dict) for v in batch.values()):
+        raise BraidError("example_batch holds a list or dict; give tensors or plain constants")
+    return collectives, check_order(asked["order"], auto=auto)
+
+
+def _whole(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BraidError(f"{name}={value!r}: give a whole number, 1 or more")
 
 
 def _schedule(schedule: str | Schedule, p: int, m: int) -> Schedule:

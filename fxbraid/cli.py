@@ -9,6 +9,7 @@ from importlib import import_module
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from fxbraid import __version__
 
@@ -56,7 +57,9 @@ def doctor() -> None:
         good = good and ok
         mark = "[green]ok[/]" if ok else "[red]no[/]"
         console.print(
-            f"{mark}  {name}: {value}" + (f"  -> {advice}" if advice and not ok else ""), highlight=False
+            f"{mark}  " + escape(f"{name}: {value}" + (f"  -> {advice}" if advice and not ok else "")),
+            highlight=False,
+            soft_wrap=True,
         )
 
     row("fxbraid", __version__)

@@ -15,7 +15,7 @@ from . import batch as batches
 from .decide import Asked, Decision, Order, decide
 from .gradients import Gradients
 from .metrics import StepMetrics
-from .observe import Observed, gather, observed, watch
+from .observe import Observed, gather, observed, save, watch
 from .passes.block import Collectives
 from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
@@ -226,12 +226,12 @@ class BraidedModel(nn.Module):
 
     def write_timeline(self, path: str | Path | None = None) -> Timeline:
         """The spans of all ranks as one timeline, and as one file for Perfetto, chrome://tracing and
-        ``fxbraid draw --measured`` (written by the first rank; None writes none). Collective."""
+        ``fxbraid draw --measured`` (written by the first rank; None writes none). Collective; raises
+        :class:`BraidError` on every rank where the file can't be written."""
         if self._observed is None:
             raise BraidError("there was no step() yet; call record(**batch) first")
         timeline = gather(self._observed)
-        if path is not None and self._mesh.pp_rank == self._mesh.tp_rank == 0:
-            timeline.save(path)
+        save(timeline, path, self._mesh)
         return timeline
 
     def measure_peak(self, **batch: Any) -> int:

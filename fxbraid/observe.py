@@ -6,6 +6,7 @@ import pickle
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from .runtime import emulate
 from .runtime.costs import chunk_cost
 from .runtime.engine import Engine
 from .runtime.measure import predict_peak
+from .runtime.mesh import Mesh
+from .runtime.profile import meet
 from .runtime.record import Rows, share, share_bytes
 from .runtime.record_step import Recording, rank_timeline
 from .simulate import ChunkCost, Link, Workload
@@ -126,6 +129,19 @@ def observed(
 
 
 # -- all ranks' timelines
+
+
+def save(timeline: Timeline, path: str | Path | None, mesh: Mesh) -> None:
+    """Write ``timeline`` on the first rank, None to nowhere. Collective: where that fails, it raises on every rank,
+    so that none goes on alone."""
+    why: str | None = None
+    if path is not None and mesh.pp_rank == mesh.tp_rank == 0:
+        try:
+            timeline.save(path)
+        except OSError as error:
+            why = f"the timeline can't be written to {path}: {error.strerror or error}"
+    if found := next(filter(None, meet(mesh, why)), None):
+        raise BraidError(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,14 +175,20 @@ class Timeline:
     @staticmethod
     def load(path: str | Path) -> Timeline:
         """Read what :meth:`save` wrote. Raises ValueError where the file is something else."""
+        from fxbraid.timeline_check import DAMAGE, check_timeline, reason
+
+        way = "write one with model.record(**batch) and model.write_timeline(path)"
         try:
             document = json.loads(Path(path).read_text("utf-8"))
             known = document["otherData"]["fxbraid_timeline"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{path} is no measured timeline; write one with model.record(**batch) and model.write_timeline(path)"
-            ) from None
-        return _read(known, document["traceEvents"])
+        except DAMAGE:
+            raise ValueError(f"{path} is no measured timeline; {way}") from None
+        try:
+            found = _read(known, document["traceEvents"])
+            check_timeline(found)
+        except DAMAGE as error:
+            raise ValueError(f"{path} is damaged ({reason(error)}); record the step again") from None
+        return found
 
 
 def _read(known: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Timeline:

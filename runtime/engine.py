@@ -17,12 +17,12 @@ from ..passes.joint import Phase
 from ..passes.pipeline import Lowered
 from ..passes.program import ONE, program
 from ..passes.verify import verify_block
-from ..schedule import Action, Schedule
+from ..schedule import Action, Schedule, parts
 from ..schedule import Phase as Do
 from ..schedule.listorder import CostOrder
 from ..schedule.lower import Channel
 from .bind import bind
-from .emulate import timed
+from .emulate import check_times, timed
 from .mesh import Mesh
 from .p2p import Arrive, Buffers, Outbox, Post, Release, Send
 from .piece import compile_block
@@ -112,6 +112,15 @@ class Engine:
         self.outbox, self.buffers = Outbox(), Buffers()
         self.meter = Meter(schedule, mesh)
         modules: dict[str, nn.Module] = {}
+        phases = {part.phase for step in schedule.actions[mesh.pp_rank] for part in parts(step)}
+        forward = phases <= {Do.F}
+        self._units = [
+            unit
+            for chunk in lowered.chunks.values()
+            for phase, units in chunk.units.items()
+            for unit in units
+            if phase is Phase.F or not forward
+        ]
         for index, chunk in lowered.chunks.items():
             for unit in (u for us in chunk.units.values() for u in us):
                 own = slots.get(index, {})
@@ -194,6 +203,7 @@ class Engine:
         if missing:
             raise BraidError(f"inputs {', '.join(missing)} are missing")
         args = [self.one if name == ONE else inputs[name] for name in self.compiled.inputs]
+        check_times(self._units)
         self.outbox.forget()
         self.meter.begin()
         try:

@@ -29,6 +29,9 @@ from .mesh import Mesh
 SMALL = 1024
 """Bytes of a message whose time is nearly all alpha."""
 
+FASTEST = 1e13
+"""Bytes a second above which a link is none: more than the memory of any device gives."""
+
 BESIDE_S = 0.3
 """Seconds, at most, of units that run beside an all-reduce to see how they slow each other down."""
 
@@ -69,6 +72,12 @@ def sizes_of(lowered: Lowered) -> Sizes:
     return Sizes(collective, boundary)
 
 
+def links_of(mesh: Mesh, schedule: Schedule) -> frozenset[str]:
+    """The names that all ranks together measure."""
+    found = {f"message {source}-{destination}" for _, source, destination in channels(schedule)}
+    return frozenset(found | {"all_reduce", "contention"} if mesh.tp_size > 1 else found)
+
+
 def measure_links(
     lowered: Lowered, artefacts: Artefacts, mesh: Mesh, schedule: Schedule, sizes: Sizes, *, repeats: int
 ) -> dict[str, list[float]]:
@@ -86,7 +95,7 @@ def measure_links(
         small, large = (
             _median(reduce, _bytes(size, mesh), mesh, repeats) for size in (SMALL, sizes.collective)
         )
-        found["all_reduce"] = _fit(small, large, sizes.collective)
+        found["all_reduce"] = fit(small, large, sizes.collective)
         found["contention"] = [_contention(lowered, artefacts, mesh, large, sizes.collective)]
     groups = mesh.channel_groups(schedule)
     seen: set[tuple[int, int]] = set()
@@ -126,13 +135,20 @@ def _message(
     small, large = (_median(there_and_back, _bytes(n, mesh), mesh, repeats) for n in (SMALL, size))
     if mesh.pp_rank == destination:
         return None
-    alpha, beta = small / 2, (size - SMALL) / max(large - small, 1e-9)
-    return [alpha, beta]
+    # What comes back takes half of the small round trip, and never more than half of the large one.
+    return fit(small / 2, large - min(small, large) / 2, size)
 
 
-def _fit(small: float, large: float, size: int) -> list[float]:
-    """[alpha, beta] through two points."""
-    beta = (size - SMALL) / max(large - small, 1e-9)
+def fit(small: float, large: float, size: int) -> list[float]:
+    """[alpha, beta] through the seconds of ``SMALL`` and of ``size`` bytes.
+
+    Where the large one took no longer, or so little that the rate would be none (``FASTEST``), a busy machine was
+    measured: then the large one's own rate, without alpha, which is right for the size that the program moves.
+    """
+    more = large - small
+    if more <= (size - SMALL) / FASTEST:
+        return [0.0, min(size / max(large, 1e-9), FASTEST)]
+    beta = (size - SMALL) / more
     return [max(small - SMALL / beta, 0.0), beta]
 
 

@@ -13,7 +13,7 @@ for a plain send that would be a third one, of the two ranks, whatever has been 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -107,21 +107,31 @@ class Mesh:
 
 
 def make_mesh(
-    device_mesh: DeviceMesh | None, *, tp_size: int | None, pp_size: int | None, dp_size: int | None
+    device_mesh: DeviceMesh | None,
+    *,
+    tp_size: int | None,
+    pp_size: int | None,
+    dp_size: int | None,
+    agree: Callable[[], None] = lambda: None,
 ) -> Mesh:
     """Check the sizes against the world and make the groups.
 
-    Raises :class:`BraidError` before any collective where they do not fit.
+    ``agree``: called when the default process group is there and no other group has been made, to find out whether
+    all ranks ask for the same. Raises :class:`BraidError` before any collective where they do not fit.
     """
     if dp_size not in (None, 1):
         raise BraidError(f"dp_size={dp_size}: the data-parallel axis is not supported yet; use dp_size=1")
     if device_mesh is not None:
+        agree()
         return _from_device_mesh(device_mesh, tp_size, pp_size)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     pp, tp = _sizes(world, pp_size, tp_size)
     device = _device()
     if world == 1 and not dist.is_initialized():
         return Mesh(device=device)
+    if not dist.is_initialized():
+        dist.init_process_group()
+    agree()
     mesh = init_device_mesh(device.type, (pp, tp), mesh_dim_names=("pp", "tp"))
     return _from_device_mesh(mesh, None, None)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from ..schedule.lower import channels
 from ..simulate import ChunkCost, Link, UnitCost, Workload
 from . import emulate
 from .costs import chunk_cost, place_of, unit_seconds
-from .links import INSTANT, LinkTime, Sizes, measure_links, sizes_of
+from .links import INSTANT, LinkTime, Sizes, links_of, measure_links, sizes_of
 from .mesh import Mesh
 from .profile_cache import ProfileCache, machine
 
@@ -80,8 +81,33 @@ class Profile(Mapping[str, float]):
 
 
 def as_profile(times: Mapping[str, float]) -> Profile:
-    """A profile from plain seconds by unit key: links that take no time."""
-    return times if isinstance(times, Profile) else Profile(dict(times), label="given times")
+    """A profile from plain seconds by unit key: links that take no time. Raises :class:`BraidError` for what are no
+    times."""
+    if not isinstance(times, Mapping):
+        raise BraidError(
+            f"{times!r} holds no times; give seconds by unit key, as fxbraid.profile(model) does"
+        )
+    for key, seconds in times.items():
+        known = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not isinstance(key, str) or not known or not (math.isfinite(seconds) and seconds >= 0):
+            raise BraidError(
+                f"the time of unit {key!r} is {seconds!r}; give finite seconds, 0 or more, by unit key"
+            )
+    if not isinstance(times, Profile):
+        return Profile(dict(times), label="given times")
+    links = {"all-reduces": times.all_reduce} | {
+        f"messages {a}-{b}": x for (a, b), x in times.messages.items()
+    }
+    for name, link in links.items():
+        if not (0 <= link.alpha_s < math.inf and link.beta_bytes_per_s > 0):
+            raise BraidError(
+                f"{link} of {name} is no link; give finite seconds, 0 or more, and bytes/s above 0"
+            )
+    if not math.isfinite(times.contention):
+        raise BraidError(
+            f"the profile's contention is {times.contention}; give the share of a device, 0 to 1"
+        )
+    return times
 
 
 def make_profile(
@@ -98,11 +124,15 @@ def make_profile(
     ``lowered``: this rank's chunks. ``schedule`` says which ranks exchange messages. What was measured is stored by
     rank 0 and read by rank 0 alone, so that all ranks always start from the same.
     """
+    if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+        raise BraidError(f"repeats={repeats!r}: give a whole number of measurements, 1 or more")
     session = emulate.active()
     if session is not None and session.cluster.clock != "wall":
         return _emulated(lowered, mesh, schedule, session)
-    sizes = sizes_of(lowered)
-    largest = {name: max(found) for name, found in _columns(meet(mesh, dataclasses.asdict(sizes))).items()}
+    columns = _columns(meet(mesh, {**dataclasses.asdict(sizes_of(lowered)), "repeats": repeats}))
+    if len(asked := set(columns.pop("repeats"))) > 1:
+        raise BraidError(f"repeats differs between ranks: {sorted(asked)}; give all ranks the same")
+    largest = {name: max(found) for name, found in columns.items()}
     facts = {
         "machine": sorted({json.dumps(fact, sort_keys=True) for fact in meet(mesh, _machine(mesh))}),
         "torch": torch.__version__,
@@ -112,7 +142,8 @@ def make_profile(
     }
     emulated = session is not None
     store = ProfileCache.of(facts) if cache and not emulated else None
-    known = meet(mesh, store.read() if store is not None and mesh.model_rank == 0 else None)[0]
+    names = links_of(mesh, schedule)
+    known = meet(mesh, store.read(names) if store is not None and mesh.model_rank == 0 else None)[0]
     known = known or {"seconds": {}, "links": None}
     missing = [unit for unit in _units(lowered) if unit.key not in known["seconds"]]
     measured = unit_seconds(missing, artefacts, repeats=repeats)

@@ -14,15 +14,23 @@ import os
 import platform
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .links import FASTEST
+
 FORMAT = 1
 VARIABLE = "FXBRAID_CACHE_DIR"
+
+LONGEST_S = 3600.0
+"""Seconds above which the time of a unit, or of a message without bytes, is not believed."""
+
+MOST_CONTENTION = 1000.0
+"""Times an all-reduce's own time that it can cost the units beside it."""
 
 
 def folder() -> Path:
@@ -59,8 +67,9 @@ class ProfileCache:
             folder() / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json", facts
         )
 
-    def read(self) -> dict[str, Any] | None:
-        """``{"seconds": ..., "links": ...}``; None, with a warning where there is a file that can't be believed."""
+    def read(self, links_of: Collection[str] = ()) -> dict[str, Any] | None:
+        """``{"seconds": ..., "links": ...}``; None, with a warning where there is a file that can't be believed.
+        links_of: the names of links that it must hold."""
         try:
             text = self.path.read_text()
         except FileNotFoundError:
@@ -69,7 +78,7 @@ class ProfileCache:
             return self._refuse(f"can't be read ({error})")
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self._refuse("is no JSON")
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             return self._refuse(f"is not of format {FORMAT}")
@@ -80,6 +89,8 @@ class ProfileCache:
             return self._refuse("holds unit times that are no times")
         if not isinstance(links, dict) or not all(_link(name, values) for name, values in links.items()):
             return self._refuse("holds links that are no links")
+        if missing := sorted(set(links_of) - set(links)):
+            return self._refuse(f"lacks the links {', '.join(missing)}")
         return {"seconds": seconds, "links": links}
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -89,8 +100,15 @@ class ProfileCache:
             with tempfile.NamedTemporaryFile(
                 "w", dir=self.path.parent, prefix=self.path.stem, delete=False
             ) as file:
-                json.dump({"format": FORMAT, "facts": self.facts, **values}, file, indent=1, sort_keys=True)
-            os.replace(file.name, self.path)
+                try:
+                    json.dump(
+                        {"format": FORMAT, "facts": self.facts, **values}, file, indent=1, sort_keys=True
+                    )
+                    file.flush()
+                    os.replace(file.name, self.path)
+                except BaseException:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
         except OSError as error:
             warnings.warn(f"the profile could not be cached ({error}); it is measured again", stacklevel=2)
 
@@ -101,15 +119,27 @@ class ProfileCache:
 
 def _time(value: Any) -> bool:
     return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and 0 <= value <= LONGEST_S
     )
 
 
 def _link(name: Any, values: Any) -> bool:
-    """``contention`` is one number, of either sign; a link is alpha, 0 or more, and beta, above 0."""
+    """``contention`` is one number, of either sign; a link is alpha, 0 or more, and beta, above 0 and below
+    what no link gives."""
     if not isinstance(values, list):
         return False
     if name == "contention":
-        return len(values) == 1 and isinstance(values[0], int | float) and math.isfinite(values[0])
+        return (
+            len(values) == 1
+            and isinstance(values[0], int | float)
+            and math.isfinite(values[0])
+            and abs(values[0]) <= MOST_CONTENTION
+        )
     known = name == "all_reduce" or (isinstance(name, str) and name.startswith("message "))
-    return known and len(values) == 2 and all(map(_time, values)) and values[1] > 0
+    if not known or len(values) != 2 or not _time(values[0]):
+        return False
+    rate = values[1]
+    return isinstance(rate, int | float) and math.isfinite(rate) and 0 < rate <= FASTEST

@@ -42,6 +42,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "order": ({"device_mesh": "tp,pp"}, {}, 4, 'put the "pp" axis of device_mesh before "tp"'),
 }
 
+#: what the first and the second rank ask for: without a word they would wait for each other
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "schedule": ("stp", "1f1b"),
+    "order": ("paper", "costs"),
+    "n_microbatches": (2, 4),
+}
+
 
 def refuse_all() -> dict[str, str]:
     """In a rank: the message of every refusal. None of them may leave the other rank waiting."""
@@ -60,6 +67,13 @@ def refuse_all() -> dict[str, str]:
                 fxbraid.braid(qwen2(**config).train(), batch(rows), **options)
             except fxbraid.BraidError as error:
                 said[name] = str(error)
+        rank = int(os.environ["RANK"])
+        for name, values in DIFFERENT.items():
+            options = {"n_microbatches": 2, "compile": False, "pp_size": 2, name: values[rank]}
+            try:
+                fxbraid.braid(qwen2().train(), batch(4), **options)
+            except fxbraid.BraidError as error:
+                said[f"different {name}"] = str(error)
         # After all these the ranks still work together.
         good = fxbraid.braid(qwen2(), batch(4), pp_size=2, n_microbatches=2, compile=False)
         said["loss"] = str(good.step(**batch(4)).item())
@@ -71,6 +85,11 @@ def test_refusals_are_the_same_on_all_ranks_and_stop_nothing() -> None:
     assert one == two
     for name, (*_, wanted) in REFUSALS.items():
         assert wanted in one[name], name
+    for name, (first, second) in DIFFERENT.items():
+        assert (
+            f"{name} differs between ranks ({first!r} on rank 0; {second!r} on rank 1)"
+            in one[f"different {name}"]
+        )
     assert abs(float(one["loss"]) - qwen2()(**batch(4)).loss.item()) < 1e-5
 
 

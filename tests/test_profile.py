@@ -15,7 +15,10 @@ from fxbraid.passes.errors import BraidError
 from fxbraid.runtime import costs, profile_cache
 from fxbraid.runtime import profile as profiles
 from fxbraid.runtime.launch import launch, process_group
-from fxbraid.runtime.profile_cache import ProfileCache
+from fxbraid.runtime.links import FASTEST, fit, links_of
+from fxbraid.runtime.mesh import Mesh
+from fxbraid.runtime.profile_cache import ProfileCache, _link
+from fxbraid.schedule import build
 
 from .tiny import batch, qwen2
 
@@ -55,6 +58,13 @@ def test_what_is_written_is_read_for_the_same_facts_only(cache: Path) -> None:
         ({"seconds": {"a": "fast"}}, "no times"),
         ({"links": {"all_reduce": [1e-5, 0.0]}}, "no links"),
         ({"links": {"who knows": [1.0, 1.0]}}, "no links"),
+        ("[" * 100_000, "no JSON"),
+        ({"seconds": {"a": 1e300}}, "no times"),
+        ({"links": {"all_reduce": [1e300, 1e9]}}, "no links"),
+        ({"links": {"all_reduce": [1e-5, 6.45e13]}}, "no links"),
+        ({"links": {"contention": [1e300]}}, "no links"),
+        ({"links": {}}, "lacks the links all_reduce, message 0-1"),
+        ({"links": {"all_reduce": [1e-5, 1e9]}}, "lacks the links message 0-1"),
     ],
 )
 def test_a_file_that_cannot_be_believed_is_ignored_with_a_warning(cache: Path, text: Any, why: str) -> None:
@@ -63,10 +73,45 @@ def test_a_file_that_cannot_be_believed_is_ignored_with_a_warning(cache: Path, t
     whole = json.loads(store.path.read_text())
     store.path.write_text(text if isinstance(text, str) else json.dumps({**whole, **text}))
     with pytest.warns(UserWarning, match=why):
-        assert store.read() is None
+        assert store.read(["all_reduce", "message 0-1"]) is None
     store.path.write_bytes(b"\xff\xfe")
     with pytest.warns(UserWarning, match="can't be read"):
         assert store.read() is None
+
+
+def test_links_are_those_of_the_world() -> None:
+    mesh = Mesh(torch.device("cpu"), pp_size=2, tp_size=2)
+    ends = {"message 0-1", "message 1-0"}
+    assert links_of(mesh, build("stp", p=2, m=4)) == ends | {"all_reduce", "contention"}
+    assert links_of(Mesh(torch.device("cpu"), pp_size=2), build("stp", p=2, m=4)) == ends
+    assert not links_of(Mesh(torch.device("cpu")), build("1f1b", p=1, m=4))
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "wanted"),
+    [
+        (1e-5, 1.1e-4, [1e-5 - 1024 / ((2**20 - 1024) / 1e-4), (2**20 - 1024) / 1e-4]),
+        (1e-4, 1e-4, [0.0, 2**20 / 1e-4]),
+        (2e-4, 1e-4, [0.0, 2**20 / 1e-4]),
+        (1e-4, 1e-4 + 1e-8, [0.0, 2**20 / (1e-4 + 1e-8)]),  # 1e14 bytes/s
+        (0.0, 0.0, [0.0, FASTEST]),
+    ],
+)
+def test_a_link_is_fitted_or_takes_the_large_messages_rate(
+    small: float, large: float, wanted: list[float]
+) -> None:
+    assert fit(small, large, 2**20) == pytest.approx(wanted)
+    assert _link("all_reduce", fit(small, large, 2**20))
+
+
+def test_a_write_that_fails_warns_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profile_cache.json, "dump", full)
+    with pytest.warns(UserWarning, match="could not be cached .*No space left"):
+        ProfileCache.of({"torch": "2"}).write(VALUES)
+    assert not list(cache.iterdir())
 
 
 def test_units_are_measured_once_and_then_read(

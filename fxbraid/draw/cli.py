@@ -13,13 +13,19 @@ from rich.console import Console
 from fxbraid.draw import to_html, to_svg, to_terminal, to_trace
 from fxbraid.draw.measured import Measured
 from fxbraid.draw.measured import to_trace as to_measured_trace
-from fxbraid.schedule import Costs, ScheduleError
-from fxbraid.simulate import Result, simulate
+from fxbraid.plan.choose import mean_costs
+from fxbraid.schedule import Costs, Schedule, ScheduleError
+from fxbraid.simulate import Result, Workload, simulate
 from fxbraid.simulate.inputs import constant_workload, imbalanced, read_schedule, read_times
+from fxbraid.terminal import check_outputs, given, refuse, write
 from fxbraid.timeline import Timeline
+
+NARROWEST = 30
+"""Columns below which the terminal's picture shows nothing."""
 
 
 def draw(
+    ctx: typer.Context,
     schedule: Annotated[
         str | None,
         typer.Argument(help="A schedule's name, or a CSV file. Default: the measured one, or stp."),
@@ -51,25 +57,28 @@ def draw(
     width: Annotated[int | None, typer.Option(help="Columns in the terminal.")] = None,
 ) -> None:
     """Draw a simulated schedule, or a measured step over it, in the terminal, and as SVG, HTML or a trace if asked."""
-    console = Console()
     ask = Ask(schedule, pp, m, v, times, layers, latency, braid, blocking, imbalance)
     try:
+        if width is not None and width < NARROWEST:
+            raise ScheduleError(f"--width {width}: a picture takes {NARROWEST} columns or more")
+        ask.check_used(given(ctx), measured=measured is not None)
+        check_outputs([svg, html, trace])
         lanes = None if measured is None else read_measured(measured, tp_rank)
         result = ask.simulate() if lanes is None else ask.beside(lanes)
+        timeline = None if lanes is None else lanes.timeline
+        made: list[tuple[Path | None, Callable[[], str]]] = [
+            (svg, lambda: to_svg(result, measured=lanes)),
+            (html, lambda: to_html(result, measured=lanes)),
+            (trace, lambda: to_trace(result) if timeline is None else to_measured_trace(timeline, result)),
+        ]
+        for path, make in made:
+            if path is not None:
+                write(path, make())
+                typer.echo(f"wrote {path}")
     except ScheduleError as error:
-        console.print(f"[red]{error}[/]", highlight=False)
-        raise typer.Exit(2) from None
-    timeline = None if lanes is None else lanes.timeline
-    made: list[tuple[Path | None, Callable[[], str]]] = [
-        (svg, lambda: to_svg(result, measured=lanes)),
-        (html, lambda: to_html(result, measured=lanes)),
-        (trace, lambda: to_trace(result) if timeline is None else to_measured_trace(timeline, result)),
-    ]
-    for path, make in made:
-        if path is not None:
-            path.write_text(make(), "utf-8")
-            console.print(f"wrote {path}", highlight=False)
+        refuse(error)
     if svg is None and html is None and trace is None:
+        console = Console()
         console.print(to_terminal(result, width or console.width, measured=lanes), soft_wrap=True)
 
 
@@ -88,6 +97,40 @@ class Ask:
     blocking: bool
     imbalance: str
 
+    def check_used(self, asked: frozenset[str], *, measured: bool) -> None:
+        """Raises ScheduleError where one of the ``asked`` options would change nothing."""
+        if not measured:
+            if "tp_rank" in asked:
+                raise ScheduleError(
+                    "--tp-rank says whose lanes of a measured step to draw; give --measured too"
+                )
+            return
+        options = {
+            "pp": "--pp",
+            "m": "-m",
+            "v": "-v",
+            "layers": "--layers",
+            "latency": "--latency",
+            "braid": "--braid",
+        }
+
+        def unused(names: tuple[str, ...], why: str) -> None:
+            if found := [options[name] for name in names if name in asked]:
+                raise ScheduleError(f"{' and '.join(found)} would change nothing here: {why}")
+
+        unused(("pp", "m"), "a step is simulated on as many ranks and micro-batches as were measured")
+        if self.times is None:
+            unused(
+                ("layers", "latency"),
+                "the simulation takes its costs from the measured step; give --times T_F,T_I,T_W,T_AR in seconds "
+                "to take others",
+            )
+            if self.schedule is None:
+                unused(
+                    ("v", "braid"),
+                    "the measured schedule is simulated as it ran; name a schedule to draw another",
+                )
+
     def simulate(self, seconds: bool = False) -> Result:
         """On constants. seconds: they are times of a clock, not units of time."""
         f, i, w, ar = read_times(self.times or "1,1,1,0.25")
@@ -97,7 +140,7 @@ class Ask:
             plan, (f, i, w, ar), layers=self.layers, latency=self.latency, imbalance=self.imbalance
         )
         if seconds:
-            workload = replace(workload, memory_unit="bytes")
+            workload = replace(workload, time_unit="s")
         return simulate(plan, workload, braided=not self.blocking)
 
     def beside(self, lanes: Measured) -> Result:
@@ -113,12 +156,24 @@ class Ask:
                 "this timeline has no costs of units, as it was recorded with compiled blocks; say --times T_F,T_I,T_W,"
                 "T_AR in seconds"
             )
-        plan = known
-        if self.schedule is not None:
-            plan = read_schedule(self.schedule, here.pp, here.m, here.v, braided=self.braid)
+        plan = known if self.schedule is None else self._other(here, timeline.workload)
         workload = imbalanced(plan, timeline.workload, self.imbalance)
         braided = timeline.collectives != "blocking" and not self.blocking
         return simulate(plan, workload, braided=braided, ordered_by=timeline.ordered_by)
+
+    def _other(self, here: Ask, costs: Workload) -> Schedule:
+        """Another schedule than the measured one, made for the ``costs`` that were measured."""
+        known = len(costs.chunks) // here.pp
+        name = self.schedule or ""
+        v = known if here.v is None and name == "auto" else here.v
+        plan = read_schedule(name, here.pp, here.m, v, braided=self.braid, costs=mean_costs(costs))
+        if plan.p != here.pp or plan.n_chunks != len(costs.chunks):
+            raise ScheduleError(
+                f"{plan.name} has {plan.n_chunks} chunks on {plan.p} ranks, and the measured step has costs of "
+                f"{len(costs.chunks)} chunks on {here.pp}; name a schedule with {known} chunks a rank, or give the "
+                "costs of its chunks with --times T_F,T_I,T_W,T_AR in seconds"
+            )
+        return plan
 
 
 def read_measured(path: Path, tp_rank: int) -> Measured:

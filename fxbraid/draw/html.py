@@ -44,7 +44,7 @@ def _data(result: Result, measured: Measured | None) -> dict[str, Any]:
     legend += [[[HIDDEN], "all-reduce, hidden"], [[EXPOSED], "exposed"]]
     return {
         "total": max(result.step_time, measured.step_time if measured else 0.0),
-        "constants": result.workload.memory_unit != "bytes",
+        "constants": result.workload.time_unit != "s",
         "unit": result.workload.memory_unit,
         "peak": max(result.peak),
         "ink": INK,

@@ -84,7 +84,7 @@ def _with_others(boxes: list[Box]) -> list[Box]:
 
 def caption(timeline: Timeline, result: Result) -> str:
     """Both step times and their difference in one line, with the clock."""
-    plain = result.workload.memory_unit != "bytes"
+    plain = result.workload.time_unit != "s"
     measured, simulated = timeline.pipeline_seconds, result.step_time
     against = "" if result.schedule == timeline.schedule else f" {result.schedule.name}"
     text = (

@@ -47,7 +47,7 @@ def to_svg(result: Result, sizes: Sizes = Sizes(), *, measured: Measured | None 
     if measured is not None:
         sizes = replace(sizes, left=sizes.left + 12)  # room for the second name
     total = max(result.step_time, measured.step_time if measured else 0.0)
-    exact = measured is not None and result.workload.memory_unit == "bytes"
+    exact = measured is not None and result.workload.time_unit == "s"
     title = headline(result) if measured is None else caption(measured.timeline, result)
     plots = [_Drawing(one, sizes, total, exact) for one in (result, measured) if one is not None]
     p = result.schedule.p

@@ -68,7 +68,7 @@ def to_terminal(result: Result, width: int = 160, *, measured: Measured | None =
                 lines.append(Text(f"{name:<8} ", no_wrap=True) + canvas.text(0))
                 lines.append(Text(" " * 9, no_wrap=True) + canvas.text(1))
         lines.append(Text())
-    exact = measured is not None and result.workload.memory_unit == "bytes"
+    exact = measured is not None and result.workload.time_unit == "s"
     foot = (_axis(total, columns, exact), Text(), _legend(result), Text(), _numbers(result, measured))
     return Group(*lines, *foot)
 

@@ -35,7 +35,7 @@ def events(result: Result) -> list[dict[str, Any]]:
 
 def microseconds(result: Result) -> float:
     """Factor from the workload's time to the trace's."""
-    return 1e6 if result.workload.memory_unit == "bytes" else 1e3
+    return 1e6 if result.workload.time_unit == "s" else 1e3
 
 
 def _rank(result: Result, rank: int) -> Iterator[dict[str, Any]]:

@@ -134,6 +134,8 @@ def choose(
         raise ScheduleError(
             f"a choice for p={p} ranks needs costs of {p} or {2 * p} chunks, got {len(workload.chunks)}"
         )
+    if max_live is not None and (not isinstance(max_live, int) or isinstance(max_live, bool) or max_live < 1):
+        raise ScheduleError(f"max_live={max_live!r}: give a whole number of chunk activations, 1 or more")
     found: list[Entry] = []
     torch: list[Entry] = []
     considered = 0

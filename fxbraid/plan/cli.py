@@ -13,6 +13,7 @@ from fxbraid.plan.space import Request
 from fxbraid.schedule import ScheduleError
 from fxbraid.simulate import DEVICES, device, load_model
 from fxbraid.simulate.inputs import read_imbalance
+from fxbraid.terminal import refuse
 
 WIDTH = 110
 """Columns that the table needs; a narrower terminal wraps instead of losing some."""
@@ -54,8 +55,7 @@ def plan_command(
         )
         found = plan(request, top=top)
     except ScheduleError as error:
-        console.print(f"[red]{error}[/]", highlight=False)
-        raise typer.Exit(2) from None
+        refuse(error)
     if as_json:
         typer.echo(to_json(found))
     else:

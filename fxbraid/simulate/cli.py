@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fxbraid.schedule import Costs, ScheduleError
 from fxbraid.simulate import Result, Shape, analytic, device, load_model, simulate
 from fxbraid.simulate.analytic import CHECKPOINTS, Checkpoint
 from fxbraid.simulate.inputs import constant_workload, imbalanced, read_schedule, read_times
+from fxbraid.terminal import refuse
 
 
 def simulate_command(
@@ -52,8 +54,7 @@ def simulate_command(
             workload = constant_workload(plan, costs, layers=units, latency=latency, imbalance=imbalance)
         result = simulate(plan, workload, braided=not blocking)
     except ScheduleError as error:
-        console.print(f"[red]{error}[/]", highlight=False)
-        raise typer.Exit(2) from None
+        refuse(error)
     if as_json:
         typer.echo(json.dumps(as_dict(result, batch), indent=2))
         return
@@ -101,9 +102,9 @@ def _checkpoint(text: str) -> Checkpoint:
 def _print(console: Console, result: Result, batch: int) -> None:
     from fxbraid.draw.layout import duration, headline, size
 
-    plain = result.workload.memory_unit != "bytes"
-    console.print(f"[bold]{headline(result)}[/]", highlight=False)
-    console.print(f"[dim]{result.workload.label}[/]", highlight=False)
+    plain = result.workload.time_unit != "s"
+    console.print(Text(headline(result), style="bold"))
+    console.print(Text(result.workload.label, style="dim"))
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("rank", "compute", "exposed TP", "exposed P2P", "bubble", "peak memory"):
         table.add_column(name, justify="right")

@@ -43,7 +43,7 @@ def constants(
         raise ScheduleError(f"factors holds {len(scale)} numbers for {n_chunks} chunks; give one per chunk")
     chunks = tuple(one if factor == 1.0 else one.scaled(factor) for factor in scale)
     label = f"T_F={t_f:g}, T_I={t_i:g}, T_W={t_w:g}, T_AR={t_ar:g}"
-    return Workload(chunks, link=link, label=label, memory_unit="chunk activations")
+    return Workload(chunks, link=link, label=label, memory_unit="chunk activations", time_unit="")
 
 
 def _chunk(

@@ -4,11 +4,16 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 
 from fxbraid.schedule import Costs, Schedule, ScheduleError, auto, braid, build, check
 from fxbraid.simulate.constants import constants
 from fxbraid.simulate.workload import Link, Workload
+
+MOST_RANKS = 1024
+MOST_ACTIONS = 2**20
+"""What a schedule by name may have: far beyond any pipeline, and within what a minute and a GB can hold."""
 
 
 def read_schedule(
@@ -21,10 +26,12 @@ def read_schedule(
         if not Path(name).is_file():
             raise ScheduleError(f"there is no file {name}")
         schedule = Schedule.from_csv(Path(name))
-    elif name == "auto" and costs is not None:
-        schedule = auto(p=p, m=m, v=v or 2, costs=costs)
     else:
-        schedule = build(name, p=p, m=m, v=v)
+        _check_size(p, m, v or 2)
+        if name == "auto" and costs is not None:
+            schedule = auto(p=p, m=m, v=v or 2, costs=costs)
+        else:
+            schedule = build(name, p=p, m=m, v=v)
     if braided:
         schedule = braid(schedule) if costs is None else braid(schedule, costs)
     check(schedule)
@@ -38,7 +45,22 @@ def read_times(text: str) -> tuple[float, float, float, float]:
         f, i, w, ar = (float(part) for part in parts)
     except ValueError:
         raise ScheduleError(f"times are T_F,T_I,T_W,T_AR, for example 1,1,1,0.25, not {text!r}") from None
+    if not all(isfinite(time) and time >= 0 for time in (f, i, w, ar)):
+        raise ScheduleError(f"times are finite and 0 or more, not {text!r}")
+    if f + i + w == 0:
+        raise ScheduleError(
+            f"with times {text} nothing takes any time; give one of T_F, T_I and T_W more than 0"
+        )
     return f, i, w, ar
+
+
+def _check_size(p: int, m: int, v: int) -> None:
+    actions = 3 * p * m * v
+    if p > MOST_RANKS or actions > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{p} ranks with {m} micro-batches and {v} chunks a rank make {actions} actions; a schedule may have "
+            f"{MOST_RANKS} ranks and {MOST_ACTIONS} actions at most, so give fewer ranks or micro-batches"
+        )
 
 
 def read_imbalance(text: str) -> dict[int, float]:
@@ -64,6 +86,11 @@ def constant_workload(
     imbalance: str = "",
 ) -> Workload:
     """All chunks alike, in units of time; messages take ``latency``."""
+    if layers * schedule.n_chunks > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{layers} layers in each of {schedule.n_chunks} chunks are {layers * schedule.n_chunks}; at most "
+            f"{MOST_ACTIONS} can be simulated"
+        )
     workload = constants(schedule, *times, layers=layers, link=Link(latency))
     return imbalanced(schedule, workload, imbalance)
 

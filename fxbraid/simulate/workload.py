@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 from fxbraid.schedule import ScheduleError
 from fxbraid.schedule.weave import Strand
@@ -85,9 +86,9 @@ class Link:
     rendezvous: bool = True
 
     def __post_init__(self) -> None:
-        if self.latency < 0 or self.bandwidth <= 0:
+        if not (isfinite(self.latency) and self.latency >= 0 and self.bandwidth > 0):
             raise ScheduleError(
-                "a link needs latency >= 0 s and bandwidth > 0 bytes/s, "
+                "a link needs a finite latency >= 0 s and bandwidth > 0 bytes/s, "
                 f"got {self.latency} and {self.bandwidth}"
             )
 
@@ -102,7 +103,8 @@ class Workload:
 
     link: every pair of ranks, except those in ``links`` (by source and destination). flops: what the model
     needs for one micro-batch, over all chunks, on one rank of each TP group (its 1/t); peak: FLOP/s of one
-    device. Both are only read for the MFU. static: bytes per chunk that are there all the time (weights,
+    device. Both are only read for the MFU. memory_unit, time_unit: what numbers are in, for the pictures; "" are plain
+    units of time. static: bytes per chunk that are there all the time (weights,
     gradients, optimizer). contention: share of the device that a running collective takes: compute beside it
     goes on at 1 - contention.
     """
@@ -116,6 +118,7 @@ class Workload:
     label: str = "constants"
     memory_unit: str = "bytes"
     contention: float = 0.0
+    time_unit: str = "s"
 
     def link_between(self, source: int, destination: int) -> Link:
         """The link from rank to rank."""
@@ -135,10 +138,10 @@ class Workload:
     def imbalanced(self, factors: Mapping[int, float], rank_of: tuple[int, ...]) -> Workload:
         """The chunks of rank r take ``factors[r]`` times as long; ``rank_of[chunk]`` is the placement."""
         for rank, factor in factors.items():
-            if rank not in rank_of or factor <= 0:
+            if rank not in rank_of or not (isfinite(factor) and factor > 0):
                 raise ScheduleError(
                     f"imbalance {rank}:{factor} does not fit: "
-                    f"ranks are 0..{max(rank_of)}, factors are positive"
+                    f"ranks are 0..{max(rank_of)}, factors are positive and finite"
                 )
         chunks = tuple(
             chunk.scaled(factors[rank]) if rank in factors else chunk

@@ -41,7 +41,7 @@ from .session import (
     process_group,
     stopwatch,
 )
-from .units import spend, timed, unit_times
+from .units import check_times, spend, timed, unit_times
 
 __all__ = [
     "BACKEND",
@@ -53,6 +53,7 @@ __all__ = [
     "Reading",
     "active",
     "change",
+    "check_times",
     "collective_seconds",
     "device_time",
     "factor",

@@ -9,8 +9,9 @@ Outside an emulated cluster ``timed`` returns what it is given, so nothing is ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,13 @@ class UnitTimes:
 
     def of(self, unit: Unit) -> float:
         if unit.label not in self.known:
-            self.known[unit.label] = float(self.seconds(unit))
+            seconds = float(self.seconds(unit))
+            if not (isfinite(seconds) and seconds >= 0):
+                raise ValueError(
+                    f"unit_times gives unit {unit.label} of chunk {unit.chunk} {seconds} s; give finite "
+                    "seconds, 0 or more"
+                )
+            self.known[unit.label] = seconds
         return self.known[unit.label]
 
 
@@ -50,6 +57,15 @@ def unit_times(seconds: Seconds | None, *, arithmetic: bool = True) -> None:
     if seconds is None and not arithmetic:
         raise ValueError("arithmetic=False without modelled times would measure nothing; give seconds")
     current().units = None if seconds is None else UnitTimes(seconds, skip=not arithmetic)
+
+
+def check_times(units: Iterable[Unit]) -> None:
+    """Ask for the times of ``units``, which run next: one that is none is refused on every rank that has such a unit,
+    before it sends anything. Does nothing outside an emulated cluster."""
+    session = active()
+    if session is not None and session.units is not None:
+        for unit in units:
+            session.units.of(unit)
 
 
 class Timed:

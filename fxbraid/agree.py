@@ -1,0 +1,92 @@
+"""Do all ranks ask for the same? Compared before the first group is made: ranks that build different programs would
+wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .passes.errors import BraidError
+from .runtime.profile import Profile
+from .schedule import Schedule
+
+SHOWN = 60
+"""Characters of a value in the message."""
+
+Facts = dict[str, tuple[str, str]]
+"""By argument: what the message shows of its value, and a digest of all of it."""
+
+
+def agree(arguments: Mapping[str, Any]) -> None:
+    """Raise :class:`BraidError` on every rank, with the argument and the values, where one differs between ranks.
+    Collective over the default process group; without one nothing is communicated."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, facts(arguments))
+    if said := disagreement(found):
+        raise BraidError(said)
+
+
+def facts(arguments: Mapping[str, Any]) -> Facts:
+    """What ``agree`` compares of each argument."""
+    known: Facts = {}
+    for name, value in arguments.items():
+        text = describe(value)
+        shown = f"the schedule {value.name}" if isinstance(value, Schedule) else text
+        shown = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 3]}..."
+        known[name] = shown, hashlib.sha256(text.encode()).hexdigest()
+    return known
+
+
+def disagreement(found: Sequence[Facts]) -> str | None:
+    """The sentence about the first argument that differs, None where all ranks say the same."""
+    for name in found[0]:
+        ranks: dict[str, list[int]] = {}
+        for rank, said in enumerate(found):
+            ranks.setdefault(said[name][1], []).append(rank)
+        if len(ranks) > 1:
+            values = "; ".join(
+                f"{found[mine[0]][name][0]} on rank{'s' * (len(mine) > 1)} {_listed(mine)}"
+                for mine in ranks.values()
+            )
+            return (
+                f"{name} differs between ranks ({values}), so they would build programs that wait for each other for "
+                "ever; give all ranks the same"
+            )
+    return None
+
+
+def describe(value: Any) -> str:
+    """All of ``value`` that a rank's program depends on, as a text that is the same wherever the value is."""
+    if isinstance(value, Schedule):
+        return f"{value.name} {value.placement} m={value.m}\n{value.to_csv()}"
+    if isinstance(value, Profile):
+        links = sorted((ends, dataclasses.astuple(link)) for ends, link in value.messages.items())
+        rest = (dataclasses.astuple(value.all_reduce), value.rendezvous, value.contention)
+        return f"times of {len(value)} units {sorted(value.seconds.items())} {links} {rest}"
+    if isinstance(value, nn.Module):
+        leaves = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in value.named_parameters()]
+        mode = "train" if value.training else "eval"
+        return f"{type(value).__name__} in {mode} mode with {len(leaves)} parameters {leaves}"
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, DeviceMesh):
+        return f"{value.mesh_dim_names} {value.mesh.tolist()} on {value.device_type}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(describe, value)) + "]"
+    return repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:8]))
+    return few if len(ranks) <= 8 else f"{few} and {len(ranks) - 8} more"
