@@ -141,7 +141,7 @@ class BraidedModel(nn.Module):
         recording = record(engine, inputs) if recorded else None
         results = recording.results if recording is not None else engine.run(inputs)
         self._last = engine
-        self._gradients.combine_ties()
+        self._gradients.finish()
         loss = self._share(self._total([values[0] for values in results]))
         self._observed = observed(
             begun, batch, self._options.collectives, recording, ordered_by=self._ordered_by

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from .experts import grouped_flops, is_grouped_product
+
 
 def flops(node: fx.Node) -> int:
     """Floating-point operations of one node (2 per multiply-add of a matrix product, 0 for anything else)."""
@@ -22,6 +24,8 @@ def flops(node: fx.Node) -> int:
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         query, key = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
         return 4 * math.prod(query.shape) * int(key.shape[-2])
+    if is_grouped_product(node):
+        return grouped_flops(node)
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0

@@ -29,8 +29,9 @@ import torch
 from torch import fx
 
 from .. import compat
+from . import experts
 from .errors import UnsupportedError
-from .marks import TP_COPY, is_collective, is_mark
+from .marks import TP_COPY, TP_SHARE, is_collective, is_mark
 from .partition import Chunk
 
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ VIEWS = frozenset(
         aten.select.int,
     }
 )
-_NO_OPS = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, TP_COPY})
+_NO_OPS = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, TP_COPY, TP_SHARE})
 
 
 class Phase(StrEnum):
@@ -95,8 +96,8 @@ def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.Fake
         with fake_mode:
             val = node.meta["val"]
             fake = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
-        is_boundary = len(args) >= len(chunk.inputs)
-        args.append(fake.requires_grad_(is_boundary and fake.is_floating_point()))
+        at = len(args) - len(chunk.inputs)
+        args.append(fake.requires_grad_(at >= 0 and chunk.boundary_grads[at]))
     with contextlib.ExitStack() as stack:
         exported = compat.aot_export_joint_with_descriptors(
             stack, module, tuple(args), decompositions=_decompositions()
@@ -125,18 +126,17 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Only what hides a weight gradient inside an input gradient: fused norm backwards."""
+    """Only what hides a weight gradient inside an input gradient: fused backwards of norms and of experts."""
     from torch._decomp import get_decompositions
 
-    return dict(
-        get_decompositions(
-            [
-                aten.native_layer_norm_backward,
-                aten.native_group_norm_backward,
-                aten._fused_rms_norm_backward,
-            ]
-        )
+    norms = get_decompositions(
+        [
+            aten.native_layer_norm_backward,
+            aten.native_group_norm_backward,
+            aten._fused_rms_norm_backward,
+        ]
     )
+    return {**norms, **experts.decompositions()}
 
 
 def _describe(chunk: Chunk, graph: fx.Graph) -> JointGraph:
@@ -182,10 +182,23 @@ def _describe(chunk: Chunk, graph: fx.Graph) -> JointGraph:
         tangents=[tangents[i] for i in sorted(tangents)],
         outputs=[outputs[i] for i in sorted(outputs)],
         param_grads=param_grads,
-        input_grads=[grads[first + i] for i in range(chunk.boundary_in) if first + i in grads],
+        input_grads=[
+            grads[first + i] if first + i in grads else _zeros(graph, boundary[i])
+            for i in range(chunk.boundary_in)
+            if chunk.boundary_grads[i]
+        ],
         phase={},
         free=set(),
     )
+
+
+def _zeros(graph: fx.Graph, boundary: fx.Node) -> fx.Node:
+    """The gradient of a boundary value that this chunk reads and its outputs do not depend on: the chunk before
+    expects one."""
+    with graph.inserting_before(graph.output_node()):
+        zeros = graph.call_function(aten.zeros_like.default, (boundary,))
+    zeros.meta = {"val": boundary.meta["val"], "partitioner_tag": "is_backward"}
+    return zeros
 
 
 def _drop_no_ops(result: JointGraph) -> None:

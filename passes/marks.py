@@ -1,4 +1,4 @@
-"""The marks that the passes look for: three identity operators of torch.library with autograd.
+"""The marks that the passes look for: identity operators of torch.library with autograd.
 
 ``shard`` puts them into the traced model; ``units`` cuts the graph at them and ``braid`` turns them into
 collectives. Nothing else in a graph is ever searched for by name.
@@ -9,18 +9,25 @@ mark       forward                       backward
 tp_copy    identity                      all-reduce over TP (tp_reduce)
 tp_reduce  all-reduce over TP            identity (tp_copy)
 cut        identity, a unit ends here    identity, a unit ends here
+tp_share   identity                      divided by the TP size
 ========== ============================= =============================
 
 ``tp_copy`` and ``tp_reduce`` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). The backward of
 ``funcol.all_reduce`` is another all-reduce, which would multiply gradients by t; hence operators of our own.
-They never run: the passes replace every one of them before anything is executed. The eager kernels exist
+``tp_share`` stands where a value that all ranks hold leaves a region whose gradients are parts (the router's
+logits on their way to the auxiliary loss): every rank then adds an equal part of the gradient that follows.
+The first three never run: the passes replace every one of them before anything is executed. The eager kernels exist
 for fake tensors and for reading a marked graph in one process, where t = 1 makes all three the identity.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
+
+from .experts import is_grouped_product
 
 _LIBRARY = torch.library.Library("fxbraid", "DEF")
 for _name in ("tp_copy", "tp_reduce", "cut"):
@@ -38,6 +45,21 @@ def _register(name: str, backward: str) -> None:
     torch.library.register_autograd(f"fxbraid::{name}", run, lib=_LIBRARY)
 
 
+_LIBRARY.define("tp_share(Tensor x, int tp_size) -> Tensor")
+_LIBRARY.impl("tp_share", lambda x, tp_size: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("fxbraid::tp_share", lambda x, tp_size: torch.empty_like(x), lib=_LIBRARY)
+
+
+def _share_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.tp_size = inputs[1]
+
+
+torch.library.register_autograd(
+    "fxbraid::tp_share",
+    lambda ctx, grad: (grad / ctx.tp_size, None),
+    setup_context=_share_setup,
+    lib=_LIBRARY,
+)
 _register("tp_copy", "tp_reduce")
 _register("tp_reduce", "tp_copy")
 _register("cut", "cut")
@@ -45,8 +67,9 @@ _register("cut", "cut")
 TP_COPY = torch.ops.fxbraid.tp_copy.default
 TP_REDUCE = torch.ops.fxbraid.tp_reduce.default
 CUT = torch.ops.fxbraid.cut.default
+TP_SHARE = torch.ops.fxbraid.tp_share.default
 
-#: Every mark; no unit may contain one.
+#: Every mark at which a unit may end; no unit may contain one.
 MARKS = frozenset({TP_COPY, TP_REDUCE, CUT})
 
 
@@ -66,7 +89,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """True for any of the three marks."""
+    """True for any mark of :data:`MARKS`."""
     return node.op == "call_function" and node.target in MARKS
 
 
@@ -85,4 +108,4 @@ MATMULS = frozenset(
 
 def is_matmul(node: fx.Node) -> bool:
     """True for a matrix product (attention kernels are counted apart, by :func:`passes.cost.flops`)."""
-    return node.op == "call_function" and node.target in MATMULS
+    return node.op == "call_function" and (node.target in MATMULS or is_grouped_product(node))

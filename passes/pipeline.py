@@ -3,6 +3,7 @@
 ====================  =======================================================================================
 shard                 plan -> local parameter shapes, marks around parallel linears
 capture               torch.export -> one FX graph of the forward
+settle                every mark where gradients need it, as few as there can be
 normalise_loss        mean over a micro-batch -> share of the whole batch's mean
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
@@ -19,18 +20,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .. import compat
-from .capture import capture, fake_inputs
+from .capture import Captured, capture, fake_inputs
+from .errors import BraidError, PlanError
+from .infer import infer_plan
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
-from .shard import TpPlan, check_partial_gradients, shard
+from .settle import settle
+from .shard import Sharded, TpPlan, has_plan, shard
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 
@@ -54,6 +58,41 @@ class Lowered:
     canonical: Mapping[str, str]
     #: tensors of the forward that are neither parameters nor buffers
     constants: Mapping[str, Any]
+
+
+def _trace(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    tp_size: int,
+    tp_plan: str | Mapping[str, str],
+    fake_mode: compat.FakeTensorMode,
+    device: torch.device,
+) -> tuple[Sharded, Captured]:
+    """Shard and capture; where the model has no plan and needs one, at full size first, to infer it."""
+
+    def trace(size: int, plan: str | Mapping[str, str]) -> tuple[Sharded, Captured]:
+        sharded = shard(model, tp_size=size, tp_plan=plan, fake_mode=fake_mode, device=device)
+        return sharded, capture(sharded.module, inputs, fake_mode=fake_mode)
+
+    if tp_size == 1 or tp_plan != "auto" or has_plan(model):
+        return trace(tp_size, tp_plan)
+    found = infer_plan(trace(1, {})[1].graph_module.graph)
+    name = type(model).__name__
+    if not found.patterns:
+        raise PlanError(
+            f"{name} has no tensor-parallel plan (model._tp_plan), and none follows from its graph "
+            f"({'; '.join(found.left) or 'no linears in numbered layers'}); pass tp_plan={{...}}, or use tp_size=1"
+        )
+    try:
+        sharded, captured = trace(tp_size, found.patterns)
+    except BraidError as error:
+        plan = ", ".join(f"{pattern}: {style}" for pattern, style in found.patterns.items())
+        raise PlanError(
+            f"{name} has no tensor-parallel plan (model._tp_plan), and the one that follows from its graph ({plan}) "
+            f"does not run: {error}; pass tp_plan={{...}}, or use tp_size=1"
+        ) from error
+    notes = (*sharded.plan.notes, *found.notes, *found.left)
+    return replace(sharded, plan=replace(sharded.plan, notes=notes)), captured
 
 
 def lower_model(
@@ -80,15 +119,11 @@ def lower_model(
     device = torch.device(device)
     verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
     fake_mode = compat.FakeTensorMode()
-    sharded = shard(model, tp_size=tp_size, tp_plan=tp_plan, fake_mode=fake_mode, device=device)
-    captured = capture(
-        sharded.module,
-        fake_inputs(microbatch, fake_mode=fake_mode, device=device),
-        fake_mode=fake_mode,
-    )
-    check_partial_gradients(captured.graph_module.graph, sharded.plan)
+    inputs = fake_inputs(microbatch, fake_mode=fake_mode, device=device)
+    sharded, captured = _trace(model, inputs, tp_size, tp_plan, fake_mode, device)
     if training:
         captured = loss_alone(captured)
+    captured, plan = settle(captured, sharded.plan, sharded.canonical)
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)
     parts = partition(normalised.captured, n_chunks, split=split_layers)
     outputs = ("loss",) if training else normalised.captured.outputs
@@ -103,7 +138,7 @@ def lower_model(
             verify_units(chunks[index])
     unique_names(chunks.values())
     return Lowered(
-        plan=sharded.plan,
+        plan=plan,
         partition=parts,
         chunks=chunks,
         inputs=normalised.captured.inputs,
