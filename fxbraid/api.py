@@ -41,6 +41,8 @@ def braid(
     max_programs: int = 8,
     order: Order | None = None,
     max_live: int | None = None,
+    sequence_parallel: bool = False,
+    regather: bool = False,
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
 
@@ -69,6 +71,11 @@ def braid(
             them and leaves braiding out where it would not pay; a profile, or seconds by unit key, does the same with
             those. Default: "costs" for ``schedule="auto"``, else "paper". ``report()`` says what was chosen and why.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
+        sequence_parallel: cut what tensor parallelism leaves whole (norms, residuals, messages) into tokens: a
+            reduce-scatter and an all-gather in place of each all-reduce, as many bytes, and 1/tp_size of those
+            activations (Korthikanti et al. 2022; docs/sequence_parallel.md). tp_size must divide the tokens.
+        regather: with ``sequence_parallel``, W gathers the inputs of column-parallel linears again, which then are
+            kept as this rank's tokens alone; False keeps what F gathered.
 
     Raises:
         fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
@@ -110,6 +117,8 @@ def braid(
         order=order,
         reproducible=reproducible,
         max_live=max_live,
+        sequence_parallel=sequence_parallel,
+        regather=regather,
     )
     return BraidedModel(model, example_batch, mesh, chosen, options)
 

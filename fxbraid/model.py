@@ -21,6 +21,7 @@ from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
 from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
+from .passes.settle import TP_RANK
 from .passes.shard import TpPlan
 from .report import Report, make_report
 from .runtime.costs import CollectiveTime, profile, workload
@@ -51,6 +52,8 @@ class Options:
     order: Order = "paper"
     reproducible: bool = False
     max_live: int | None = None
+    sequence_parallel: bool = False
+    regather: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +348,8 @@ class BraidedModel(nn.Module):
             split_layers=self._split,
             loss_reduction=self._options.loss_reduction,
             training=training,
+            sequence_parallel=self._options.sequence_parallel,
+            regather=self._options.regather,
             device=self._mesh.device,
         )
 
@@ -461,7 +466,7 @@ class BraidedModel(nn.Module):
         """Copy this rank's shards out of ``model`` and register them under their names."""
         here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
         full = dict(model.named_parameters())
-        state: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {TP_RANK: torch.tensor([self._mesh.tp_rank], device=self._mesh.device)}
         for name, names in aliases(model).items():
             # A parameter that the loss does not read stays with the first chunk, so that nothing is lost.
             users = {chunk for chunk, _ in self._uses.get(name, [(0, name)])}

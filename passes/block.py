@@ -48,14 +48,18 @@ from torch import fx, nn
 from ..schedule import Action
 from ..schedule import Phase as Do
 from ..schedule.listorder import CostOrder
-from ..schedule.weave import Strand, weave
+from ..schedule.weave import Strand, fetch_points, weave
 from .boxes import Lines, box_calls
-from .cost import nbytes
+from .cost import reduce_bytes
 from .joint import Phase
-from .marks import MARKS, is_collective
+from .marks import MARKS, TP_GATHER, TP_SCATTER, is_collective
 from .units import ChunkUnits, Unit
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+#: Everything that launches a collective.
+LAUNCHES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 Collectives = Literal["overlap", "blocking", "free"]
@@ -93,7 +97,8 @@ class BlockContext:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What ``node.meta["launch"]`` of an all-reduce says: behind which unit it goes out, and how large it is."""
+    """What ``node.meta["launch"]`` of a collective says: behind which unit it goes out, and how large it is: bytes of
+    the all-reduce that moves as much (:func:`passes.cost.reduce_bytes`)."""
 
     unit: Unit
     nbytes: int
@@ -171,7 +176,12 @@ class _Builder:
     def build(self) -> Block:
         for i, action in enumerate(self.parts):
             self._open(i, action)
-        for s, u in self._order():
+        order = self._order()
+        fetches = fetch_points(self._strands(), order)
+        for position, (s, u) in enumerate(order):
+            for line, unit in ((self.lines[a], self.lines[a].units[b]) for a, b in fetches.get(position, ())):
+                for gather in fetched(line.chunk, unit):
+                    self._launch(line, unit, line.chunk.resolve(gather.args[0]), gather)  # type: ignore[arg-type]
             self._run(self.lines[s], self.lines[s].units[u])
         outputs: list[list[str]] = []
         values: list[Any] = []
@@ -235,18 +245,22 @@ class _Builder:
 
     # -- order
 
-    def _order(self) -> list[tuple[int, int]]:
+    def _strands(self) -> list[Strand]:
         own = {i for i, a in enumerate(self.parts) if a.phase is Do.B}
-        strands = [
+        return [
             Strand(
                 phase=line.phase.value,
                 launches=tuple(ends_with_mark(line.chunk, unit) for unit in line.units),
                 heavy=tuple(unit.matmuls > 0 for unit in line.units),
                 depth=tuple(unit.index for unit in line.units),
                 own=line.phase is Phase.W and line.part in own,
+                fetches=tuple(bool(fetched(line.chunk, unit)) for unit in line.units),
             )
             for line in self.lines
         ]
+
+    def _order(self) -> list[tuple[int, int]]:
+        strands = self._strands()
         order = self.context.order
         if order is None:
             return weave(strands)
@@ -274,20 +288,36 @@ class _Builder:
         return self.graph.create_node("call_module", name, args, {}, name=name)
 
     def _launch(self, line: _Line, unit: Unit, source: fx.Node, collective: fx.Node) -> None:
+        value, group = line.env[source], self.context.tp_group
         if self.context.collectives == "free":
-            line.env[collective] = line.env[source]
+            line.env[collective] = self._local(value, collective)
             return
-        launch = self.graph.create_node(
-            "call_function",
-            ALL_REDUCE,
-            (line.env[source], "sum", self.context.tp_group),
-            {},
-            name=f"launch_{unit.label}",
-        )
-        launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, nbytes(collective.meta["val"]))
+        size = line.chunk.tp_size
+        target, args = {
+            TP_GATHER: (ALL_GATHER, (value, size, group)),
+            TP_SCATTER: (REDUCE_SCATTER, (value, "sum", size, group)),
+        }.get(collective.target, (ALL_REDUCE, (value, "sum", group)))  # type: ignore[arg-type]
+        launch = self.graph.create_node("call_function", target, args, {}, name=f"launch_{unit.label}")
+        launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, reduce_bytes(collective))
+        launch.meta["val"] = collective.meta["val"]
         line.pending[collective] = launch
         if self.context.collectives == "blocking":
             self._value(line, collective)
+
+    def _local(self, value: fx.Node, collective: fx.Node) -> fx.Node:
+        """What takes a collective's place where it is left out: this rank's value, in the shape of the result."""
+        val = collective.meta["val"]
+        if collective.target is TP_GATHER:
+            times = [int(val.shape[0]) // int(collective.args[0].meta["val"].shape[0])]  # type: ignore[union-attr]
+            local = self.graph.call_function(
+                torch.ops.aten.repeat.default, (value, times + [1] * (val.ndim - 1))
+            )
+        elif collective.target is TP_SCATTER:
+            local = self.graph.call_function(torch.ops.aten.slice.Tensor, (value, 0, 0, int(val.shape[0])))
+        else:
+            return value
+        local.meta |= {"local": True, "val": val}
+        return local
 
     def _value(self, line: _Line, node: fx.Node) -> fx.Node:
         """Where ``node`` of the chunk's graph lives in the block; waits for its collective on first use."""
@@ -340,6 +370,13 @@ class _Builder:
             if action.phase is Do.I:
                 add_list("handed", chunk.handed)
         return names, values
+
+
+def fetched(chunk: ChunkUnits, unit: Unit) -> list[fx.Node]:
+    """The all-gathers of W that ``unit`` reads (pass ``regather``)."""
+    if unit.phase is not Phase.W:
+        return []
+    return [n for n in unit.args if chunk.is_collective(n) and chunk.joint.phase[n] is Phase.W]
 
 
 def ends_with_mark(chunk: ChunkUnits, unit: Unit) -> bool:

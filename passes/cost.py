@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from .experts import grouped_flops, is_grouped_product
+from .marks import TP_GATHER, TP_SCATTER
 
 
 def flops(node: fx.Node) -> int:
@@ -40,6 +41,19 @@ def flops(node: fx.Node) -> int:
     except (TypeError, ValueError, AssertionError, NotImplementedError):
         # A cost that can't be counted must not stop a trace: the node counts as free.
         return 0
+
+
+def reduce_bytes(node: fx.Node) -> int:
+    """Bytes of the all-reduce that moves as much as the collective that mark ``node`` becomes.
+
+    A ring's all-reduce sends 2 (t-1)/t of its tensor, an all-gather and a reduce-scatter (t-1)/t of the whole one
+    (Korthikanti et al. 2022, section 4.2.2), which is the all-reduce of half of it.
+    """
+    if node.target is TP_GATHER:
+        return nbytes(node.meta["val"]) // 2
+    if node.target is TP_SCATTER:
+        return nbytes(node.args[0].meta["val"]) // 2  # type: ignore[union-attr]
+    return nbytes(node.meta["val"])
 
 
 def nbytes(val: Any) -> int:

@@ -31,7 +31,7 @@ from torch import fx
 from .. import compat
 from . import experts
 from .errors import UnsupportedError
-from .marks import TP_COPY, TP_SHARE, is_collective, is_mark
+from .marks import COLLECTIVES, TP_COPY, TP_GATHER, TP_JOIN, TP_REDUCE, TP_SHARE, is_collective, is_mark
 from .partition import Chunk
 
 aten = torch.ops.aten
@@ -105,6 +105,7 @@ def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.Fake
     graph = compat.fx_graph_cse(exported.graph_module.graph)
     result = _describe(chunk, graph)
     _drop_no_ops(result)
+    _gathers(result.graph)
     return result
 
 
@@ -199,6 +200,33 @@ def _zeros(graph: fx.Graph, boundary: fx.Node) -> fx.Node:
         zeros = graph.call_function(aten.zeros_like.default, (boundary,))
     zeros.meta = {"val": boundary.meta["val"], "partitioner_tag": "is_backward"}
     return zeros
+
+
+def _gathers(graph: fx.Graph) -> None:
+    """Forward and backward of a ``tp_join`` differ; once autograd has seen it, it is a ``tp_gather``. And what an
+    all-gather or a reduce-scatter takes is contiguous."""
+    for node in list(graph.nodes):
+        if node.target is TP_JOIN:
+            node.target, node.args = TP_GATHER, (node.args[0], node.args[2])
+        if node.target not in COLLECTIVES - {TP_REDUCE}:
+            continue
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        val = source.meta["val"]
+        given = source
+        while is_mark(given) and not is_collective(given):
+            given = given.args[0]  # type: ignore[assignment]
+        if val.is_contiguous() and given.op == "call_function" and not is_collective(given):
+            continue
+        with graph.inserting_before(node):
+            if val.is_contiguous():  # no unit makes it, and this view is the one that launches the collective
+                made = graph.call_function(aten.view.default, (source, list(val.shape)))
+            else:
+                made = graph.call_function(
+                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+                )
+        made.meta = {k: v for k, v in node.meta.items() if k == "partitioner_tag"}
+        made.meta["val"] = val.contiguous()
+        node.replace_input_with(source, made)
 
 
 def _drop_no_ops(result: JointGraph) -> None:

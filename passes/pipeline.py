@@ -4,6 +4,7 @@
 shard                 plan -> local parameter shapes, marks around parallel linears
 capture               torch.export -> one FX graph of the forward
 settle                every mark where gradients need it, as few as there can be
+sequence              where it is asked for: norms and residuals on this rank's tokens
 normalise_loss        mean over a micro-batch -> share of the whole batch's mean
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
@@ -33,6 +34,8 @@ from .infer import infer_plan
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
+from .regather import regather as regather_inputs
+from .sequence import shard_sequence
 from .settle import settle
 from .shard import Sharded, TpPlan, has_plan, shard
 from .units import ChunkUnits, unique_names, units
@@ -106,6 +109,8 @@ def lower_model(
     split_layers: str | Sequence[int] = "auto",
     loss_reduction: str = "auto",
     training: bool = True,
+    sequence_parallel: bool = False,
+    regather: bool = False,
     device: torch.device | str = "cpu",
     verify: bool | None = None,
 ) -> Lowered:
@@ -114,6 +119,7 @@ def lower_model(
     ``microbatch``: keyword arguments of the model at micro-batch shape (only shapes and dtypes of tensors are
     read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
     with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
+    ``sequence_parallel``: see pass ``sequence``; ``regather``: W gathers its inputs again (pass ``regather``).
     The model is not modified.
     """
     device = torch.device(device)
@@ -124,6 +130,8 @@ def lower_model(
     if training:
         captured = loss_alone(captured)
     captured, plan = settle(captured, sharded.plan, sharded.canonical)
+    if sequence_parallel and tp_size > 1:
+        captured, plan = shard_sequence(captured, plan, sharded.canonical)
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)
     parts = partition(normalised.captured, n_chunks, split=split_layers)
     outputs = ("loss",) if training else normalised.captured.outputs
@@ -131,6 +139,8 @@ def lower_model(
     for index in range(n_chunks) if only is None else only:
         graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
         graph = split(graph, training=training)
+        if regather:
+            regather_inputs(graph)
         if verify:
             verify_split(graph)
         chunks[index] = units(graph, tp_size=tp_size)

@@ -325,7 +325,7 @@ def _share(graph: fx.Graph, cut: Container[str], tp_size: int) -> frozenset[str]
                 if source in shares:
                     node.replace_input_with(source, shares[source])
             if kinds[source] is Kind.WEIGHT and kinds[node] is not Kind.WEIGHT:
-                for name in _names(source):
+                for name in names_of(source):
                     reads[inside].setdefault(name, []).append((source, node))
     for name in sorted(reads[True].keys() & reads[False].keys()):
         # Read inside and outside of regions: its parts are summed at every reading inside, micro-batch by
@@ -348,11 +348,11 @@ def _inner(graph: fx.Graph, kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:
     return inner
 
 
-def _names(node: fx.Node) -> list[str]:
+def names_of(node: fx.Node) -> list[str]:
     """The parameters that a weight follows from."""
     if node.op == "get_attr":
         return [str(node.target)] if node.meta.get("is_parameter") else []
-    return [name for source in node.all_input_nodes for name in _names(source)]
+    return [name for source in node.all_input_nodes for name in names_of(source)]
 
 
 def _check_outputs(output: fx.Node, kinds: Mapping[fx.Node, Kind]) -> None:

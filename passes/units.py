@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from .cost import flops
 from .joint import JointGraph, Phase, descendants
 from .marks import CUT, TP_REDUCE, is_mark, is_matmul
+from .marks import is_collective as marks_collective
 
 
 @dataclass(slots=True)
@@ -82,8 +83,8 @@ class ChunkUnits:
         return _resolve(node, self.tp_size)
 
     def is_collective(self, node: fx.Node) -> bool:
-        """True for an all-reduce that really happens."""
-        return self.tp_size > 1 and node.target is TP_REDUCE
+        """True for a collective that really happens."""
+        return self.tp_size > 1 and marks_collective(node)
 
 
 def _resolve(node: fx.Node, tp_size: int) -> fx.Node:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from ..passes.block import ends_with_mark
+from ..passes.block import ends_with_mark, fetched
 from ..passes.compile import Artefacts
-from ..passes.cost import nbytes
+from ..passes.cost import nbytes, reduce_bytes
 from ..passes.errors import BraidError
 from ..passes.joint import VIEWS, Phase
 from ..passes.pipeline import Lowered
@@ -119,8 +119,9 @@ def chunk_cost(chunk: ChunkUnits, seconds: Mapping[str, float], collective: Coll
 
     def cost(unit: Unit) -> UnitCost:
         launched = [
-            nbytes(user.meta["val"]) for out in unit.outs for user in out.users if chunk.is_collective(user)
+            reduce_bytes(user) for out in unit.outs for user in out.users if chunk.is_collective(user)
         ]
+        again = fetched(chunk, unit)
         return UnitCost(
             name=unit.name,
             seconds=time_of(seconds, unit),
@@ -130,6 +131,8 @@ def chunk_cost(chunk: ChunkUnits, seconds: Mapping[str, float], collective: Coll
             heavy=unit.matmuls > 0,
             saves=saves.get(unit.label, 0),
             frees=frees.get(unit.label, 0),
+            fetch=sum(collective(reduce_bytes(node)) for node in again),
+            fetched=sum(nbytes(node.meta["val"]) for node in again),
         )
 
     f, i, w = (tuple(cost(unit) for unit in chunk.units[phase]) for phase in (Phase.F, Phase.I, Phase.W))

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from fxbraid import batch as batches
 from fxbraid.passes.joint import Phase
+from fxbraid.passes.marks import TP_GATHER, TP_SCATTER
 from fxbraid.passes.pipeline import Lowered, lower_model
 from fxbraid.passes.settle import TP_RANK
 from fxbraid.passes.units import ChunkUnits, Unit
@@ -132,12 +133,16 @@ class _Runner:
     def _value(self, chunk: ChunkUnits, node: fx.Node, env: dict[fx.Node, list[Tensor]]) -> list[Tensor]:
         node = chunk.resolve(node)
         if node not in env and chunk.is_collective(node):
-            parts = self._value(chunk, node.args[0], env)  # type: ignore[arg-type]
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            env[node] = [total] * self.tp
+            env[node] = self._collective(node, self._value(chunk, node.args[0], env))  # type: ignore[arg-type]
         return env[node]
+
+    def _collective(self, node: fx.Node, parts: list[Tensor]) -> list[Tensor]:
+        if node.target is TP_GATHER:
+            return [torch.cat(parts)] * self.tp
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return list(total.chunk(self.tp)) if node.target is TP_SCATTER else [total] * self.tp
 
     def finish(self) -> list[dict[str, Tensor]]:
         """Sum over TP what is a part, then tied uses."""
