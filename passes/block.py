@@ -278,9 +278,8 @@ class _Builder:
         for k, out in enumerate(values):
             line.env[out] = self._item(call, k, f"{unit.label}_{k}")
         for out in unit.outs:
-            for user in _readers(line.chunk, out):
-                if line.chunk.is_collective(user):
-                    self._launch(line, unit, out, user)
+            for user in launched(line.chunk, unit, out):
+                self._launch(line, unit, out, user)
         self._send(line)
 
     def _call(self, name: str, args: tuple[fx.Node, ...]) -> fx.Node:
@@ -381,7 +380,14 @@ def fetched(chunk: ChunkUnits, unit: Unit) -> list[fx.Node]:
 
 def ends_with_mark(chunk: ChunkUnits, unit: Unit) -> bool:
     """Does the unit end with a TP mark? Also where tp_size is 1, so that the order does not depend on it."""
-    return any(is_collective(user) for out in unit.outs for user in _readers(chunk, out))
+    users = (user for out in unit.outs for user in _readers(chunk, out))
+    return any(is_collective(user) and chunk.joint.phase[user] is unit.phase for user in users)
+
+
+def launched(chunk: ChunkUnits, unit: Unit, out: fx.Node) -> list[fx.Node]:
+    """The collectives that are launched behind ``unit``, of those that take its result ``out``."""
+    users = filter(chunk.is_collective, _readers(chunk, out))
+    return [user for user in users if chunk.joint.phase[user] is unit.phase]
 
 
 def _readers(chunk: ChunkUnits, node: fx.Node) -> list[fx.Node]:

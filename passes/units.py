@@ -358,9 +358,8 @@ def _name(
     named = grads if phase is Phase.W else [joint.state[n] for n in state]
     for name in named:
         if name in joint.chunk.params:
-            sizes[short_name(name) or ("head" if any(is_matmul(n) for n in nodes) else "embed")] += (
-                by_name[name].meta["val"].numel()
-            )
+            other = "head" if any(is_matmul(n) for n in nodes) else "norm" if "norm" in name else "embed"
+            sizes[short_name(name) or other] += by_name[name].meta["val"].numel()
     if not sizes or not (any(is_matmul(n) for n in nodes) or phase is not Phase.I):
         return f"tail_c{chunk}"
     return max(sizes, key=lambda key: sizes[key])
