@@ -201,6 +201,7 @@ class Workshop:
                 n_microbatches=made.m,
                 schedule=made,
                 compile="unit" if self._config.compile else False,
+                sequence_parallel=self._config.sequence_parallel,
                 split=[len(part) for part in split_layers(layers, made.n_chunks)]
                 if self._times is not None
                 else "auto",

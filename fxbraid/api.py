@@ -89,6 +89,11 @@ def braid(
         raise BraidError(f"collectives={collectives!r} is not one of {', '.join(map(repr, COLLECTIVES))}")
     if collectives == "free":
         warnings.warn(f'collectives="free" is for {TIMING_ONLY}', stacklevel=2)
+    if regather and not sequence_parallel:
+        raise BraidError(
+            "regather=True gathers again what sequence_parallel=True has cut, and here nothing is cut; pass both, or "
+            "neither"
+        )
     if any(p.is_meta for p in model.parameters()):
         raise BraidError(
             "the model is on the meta device, so it has no weights to shard; load or initialise it first"

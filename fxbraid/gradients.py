@@ -23,6 +23,9 @@ from .runtime.mesh import Mesh
 from .runtime.unit import GradSlot, accumulate
 from .schedule import Schedule
 
+#: Elements of a message of :func:`sum_in_rank_order`, of which every rank holds its group's at once.
+LARGEST = 2**24
+
 #: parameter -> where it is read: (chunk, name there), in chunk order
 Uses = Mapping[str, Sequence[tuple[int, str]]]
 
@@ -170,18 +173,21 @@ def _rows(tensor: Tensor, dim: int | None, piece: Piece) -> Tensor:
 
 
 def sum_in_rank_order(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over ``group``, added up in rank order; one gather per dtype. Collective."""
+    """Replace each tensor by its sum over ``group``, added up in rank order; one gather per dtype, in pieces of at most
+    ``LARGEST`` elements (an embedding's gradient may be a part). Collective."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
         mine = torch.cat([t.reshape(-1) for t in same])
-        gathered = mine.new_empty(group.size() * mine.numel())
-        dist.all_gather_into_tensor(gathered, mine, group=group)
-        total, *others = gathered.chunk(group.size())
-        for part in others:
-            total.add_(part)
-        for tensor, value in zip(same, total.split([t.numel() for t in same]), strict=True):
+        for piece in mine.split(LARGEST):
+            gathered = piece.new_empty(group.size() * piece.numel())
+            dist.all_gather_into_tensor(gathered, piece, group=group)
+            total, *others = gathered.chunk(group.size())
+            for part in others:
+                total.add_(part)
+            piece.copy_(total)
+        for tensor, value in zip(same, mine.split([t.numel() for t in same]), strict=True):
             tensor.copy_(value.view(tensor.shape))
 
 

@@ -208,7 +208,7 @@ def _gathers(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is TP_JOIN:
             node.target, node.args = TP_GATHER, (node.args[0], node.args[2])
-        if node.target not in COLLECTIVES - {TP_REDUCE}:
+        if node.target not in COLLECTIVES or node.target is TP_REDUCE:
             continue
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         val = source.meta["val"]

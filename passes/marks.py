@@ -29,6 +29,7 @@ for fake tensors and for reading a marked graph in one process, where t = 1 make
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,7 +79,6 @@ CUT = torch.ops.fxbraid.cut.default
 TP_SHARE = torch.ops.fxbraid.tp_share.default
 
 
-
 # -- sequence parallelism
 
 
@@ -101,7 +101,9 @@ def _part(x: Tensor, rank: Tensor, tp_size: int, dim: int) -> Tensor:
 
 
 def _alone(x: Tensor, *_: Any) -> Tensor:
-    raise RuntimeError("a mark that moves tokens between ranks was run; the passes replace it by a collective")
+    raise RuntimeError(
+        "a mark that moves tokens between ranks was run; the passes replace it by a collective"
+    )
 
 
 _LIBRARY.impl("tp_gather", _alone, "CompositeExplicitAutograd")
@@ -163,10 +165,14 @@ torch.library.register_autograd(
     lib=_LIBRARY,
 )
 
-#: Every mark that becomes a collective: all-reduce, all-gather, reduce-scatter.
-COLLECTIVES = frozenset({TP_REDUCE, TP_GATHER, TP_SCATTER})
+#: Every mark that becomes a collective, and what it is called.
+COLLECTIVES: Mapping[Any, str] = {
+    TP_REDUCE: "all-reduce",
+    TP_GATHER: "all-gather",
+    TP_SCATTER: "reduce-scatter",
+}
 #: Every mark at which a unit may end; no unit may contain one.
-MARKS = frozenset({TP_COPY, CUT}) | COLLECTIVES
+MARKS = frozenset({TP_COPY, CUT, *COLLECTIVES})
 
 
 def tp_copy(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Pass ``regather``: W gathers its inputs again, so that only this rank's tokens of them live from F to W.
 
 Contract: (split joint graph) -> the same graph, in which a node of W that reads what a ``tp_gather`` of F made reads a
-``tp_gather`` of W of the same tokens (Korthikanti et al. 2022, section 4.2.2, "only store the part of Y on each rank")::
+``tp_gather`` of W of the same tokens (Korthikanti et al. 2022, section 4.2.2: each rank stores its part alone)::
 
     F:  g = tp_gather(h)   # [b, s, h], kept for W         F:  g = tp_gather(h)
     I:  dh = tp_scatter(dq @ Wq)                      =>   I:  dh = tp_scatter(dq @ Wq)

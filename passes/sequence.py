@@ -99,8 +99,8 @@ def _tokens(captured: Captured, tp_size: int) -> tuple[int, int]:
 def _bring_together(graph: fx.Graph, shape: tuple[int, int]) -> None:
     """Marks move over views that merge or part batch and tokens, to where both are dimensions of their own::
 
-        view(tp_reduce(y [b*s, h]), [b, s, h])     =>     tp_reduce(view(y, [b, s, h]))
-        tp_copy(view(h [b, s, h], [b*s, h]))       =>     view(tp_copy(h), [b*s, h])
+    view(tp_reduce(y [b*s, h]), [b, s, h])     =>     tp_reduce(view(y, [b, s, h]))
+    tp_copy(view(h [b, s, h], [b*s, h]))       =>     view(tp_copy(h), [b*s, h])
     """
     for node in list(graph.nodes):
         if node.target not in _VIEWS:

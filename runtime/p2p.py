@@ -27,7 +27,6 @@ from .. import compat
 from ..passes.buffers import Layout
 from ..passes.errors import VerifyError
 
-
 #: Seconds in which a thread of gloo lets go of a tensor.
 LET_GO_S = 0.5
 

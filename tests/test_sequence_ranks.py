@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from .parity import Case
+import fxbraid
+from fxbraid.runtime import emulate
+from fxbraid.runtime.launch import launch
+
+from .parity import Case, make_batches, make_model
 from .test_parity import run, same
 
+CLUSTER = emulate.Cluster(emulate.Link(2e-4, 4e6), emulate.Link(0.5e-3, 4e6))
 ON = (("sequence_parallel", True),)
 AGAIN = (*ON, ("regather", True))
 
@@ -45,3 +51,28 @@ def test_float32() -> None:
     base = Case(model="llama", options=ON)
     run([replace(base, schedule=name) for name in ("1f1b", "stp")])
     run([replace(base, tp=4, pp=1, schedule=name) for name in ("1f1b", "stp")])
+
+
+def emulated(options: dict[str, bool]) -> list[tuple[float, float]]:
+    """In each of 2 x 2 ranks: seconds of a step, and those of the simulator, for two schedules."""
+    torch.set_num_threads(1)
+    batch = make_batches(1, 4, mask=False, steps=1)[0]
+    found = []
+    with emulate.process_group(CLUSTER, timeout_s=60):
+        for schedule in ("stp", "1f1b"):
+            plain = make_model("qwen2", tied=False, layers=4, dtype=torch.float32)
+            made: dict[str, Any] = {"schedule": schedule, "compile": False, **options}
+            model = fxbraid.braid(plain, batch, tp_size=2, pp_size=2, n_microbatches=4, **made)
+            emulate.unit_times(lambda unit: 2e-3 if unit.matmuls else 1e-4, arithmetic=False)
+            with emulate.stopwatch() as reading:
+                model.step(**batch)
+            found.append((reading.seconds, model.simulate(model.profile()).step_time))
+    return found
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_steps_take_the_simulated_time(again: bool) -> None:
+    for rank in launch(emulated, ({"sequence_parallel": True, "regather": again},), nproc=4, timeout_s=240):
+        for measured, predicted in rank:
+            loss = CLUSTER.pp_link.alpha_s + 4 / CLUSTER.pp_link.beta_bytes_per_s  # its broadcast
+            assert measured == pytest.approx(predicted + loss, rel=1e-9)

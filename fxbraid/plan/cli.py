@@ -34,7 +34,8 @@ def plan_command(
     sequence: Annotated[
         bool,
         typer.Option(
-            "--sequence-parallel", help="Consider sequence parallelism too, W's inputs kept or gathered again."
+            "--sequence-parallel",
+            help="Consider sequence parallelism too, W's inputs kept or gathered again.",
         ),
     ] = False,
     top: Annotated[int, typer.Option(help="Configurations to show.")] = 10,

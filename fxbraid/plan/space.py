@@ -13,7 +13,6 @@ from fxbraid.simulate.analytic import Checkpoint
 from fxbraid.simulate.device import Device
 from fxbraid.simulate.model import ModelConfig
 
-
 Sequence = Literal["whole", "kept", "gathered"]
 """What norms and residuals work on: all tokens; with sequence parallelism, seq / tp of them, the inputs of W kept as F
 gathered them, or gathered again.

@@ -297,10 +297,7 @@ class _Parts:
         kept = normed + memory.kept
         made = (part if s.regather else stream) + memory.for_w - kept + stream
         made += s.tokens * memory.handed * s.width
-        if s.sequence:
-            ar = 0.0
-        else:
-            ar = self.kernels.all_reduce(self.stream, s.tp)
+        ar = 0.0 if s.sequence else self.kernels.all_reduce(self.stream, s.tp)
         whole = (
             UnitCost(name, forward, 0, True, ar, saves=saved),
             UnitCost(name, back + again, 0, True, ar, saves=made, frees=saved - kept),

@@ -32,7 +32,8 @@ def simulate_command(
     batch: Annotated[int, typer.Option("--micro-batch", help="Sequences of a micro-batch.")] = 1,
     checkpoint: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
     sequence: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Norms and residuals on seq / tp tokens (with --model).")
+        bool,
+        typer.Option("--sequence-parallel", help="Norms and residuals on seq / tp tokens (with --model)."),
     ] = False,
     regather: Annotated[
         bool, typer.Option("--regather", help="With --sequence-parallel: W gathers its inputs again.")

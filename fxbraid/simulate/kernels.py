@@ -64,7 +64,6 @@ class Kernels:
         speed = (d.nvlink if inside else d.network) * d.wire
         return ring(ranks) * elements * self.width / speed + (d.latency if inside else d.network_latency)
 
-
     def gather(self, elements: float, ranks: int) -> float:
         """Seconds of a ring all-gather or reduce-scatter: (t-1)/t of the whole's bytes, half of an all-reduce."""
         if ranks == 1:
