@@ -41,7 +41,8 @@ class BenchConfig:
     loopback; else emulated (``devices.parse_link``), pp_link like link where None. compute: "modelled" gives every
     unit its time on the device clock, by ``times``; unit_ms: of the mean attention or MLP forward. ratio: T_AR / T_F
     of every chunk, sets the TP link. clock: of the emulation (None: virtual where compute is modelled, else wall).
-    arithmetic: False leaves the numbers out (timing only). sequence_parallel: of fxbraid's engines. steps: timed rounds, one step of every schedule in each.
+    arithmetic: False leaves the numbers out (timing only). steps: timed rounds, one step of every schedule in each.
+    sequence_parallel: of fxbraid's engines.
     """
 
     model: str = "qwen2-tiny"

@@ -299,6 +299,7 @@ class _Builder:
         launch = self.graph.create_node("call_function", target, args, {}, name=f"launch_{unit.label}")
         launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, reduce_bytes(collective))
         launch.meta["val"] = collective.meta["val"]
+        launch.meta["taken"] = collective.args[0].meta["val"]  # type: ignore[union-attr]
         line.pending[collective] = launch
         if self.context.collectives == "blocking":
             self._value(line, collective)
@@ -315,7 +316,7 @@ class _Builder:
             local = self.graph.call_function(torch.ops.aten.slice.Tensor, (value, 0, 0, int(val.shape[0])))
         else:
             return value
-        local.meta |= {"local": True, "val": val}
+        local.meta |= {"local": True, "val": val, "taken": collective.args[0].meta["val"]}  # type: ignore[union-attr]
         return local
 
     def _value(self, line: _Line, node: fx.Node) -> fx.Node:

@@ -230,7 +230,10 @@ def _values(graph: fx.Graph) -> dict[fx.Node, Tensor]:
             outs = [out for out, grad in zip(unit.outs, unit.grads, strict=True) if grad is None]
             for item in node.users:
                 vals[item] = outs[item.args[1]].meta["val"]
-        elif node.target is ALL_REDUCE:
+            continue
+        if "taken" in node.meta:
+            vals.setdefault(node.args[0], node.meta["taken"])  # where no unit reads it: gathered again in W
+        if node.target is ALL_REDUCE:
             vals[node] = vals[node.args[0]].contiguous()  # all_reduce works on a contiguous copy
         elif node.target in LAUNCHES or "local" in node.meta:
             vals[node] = node.meta["val"]

@@ -31,7 +31,7 @@ from torch import fx
 from .. import compat
 from . import experts
 from .errors import UnsupportedError
-from .marks import COLLECTIVES, TP_COPY, TP_GATHER, TP_JOIN, TP_REDUCE, TP_SHARE, is_collective, is_mark
+from .marks import TP_COPY, TP_GATHER, TP_JOIN, TP_SCATTER, TP_SHARE, is_collective, is_mark
 from .partition import Chunk
 
 aten = torch.ops.aten
@@ -208,7 +208,7 @@ def _gathers(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is TP_JOIN:
             node.target, node.args = TP_GATHER, (node.args[0], node.args[2])
-        if node.target not in COLLECTIVES or node.target is TP_REDUCE:
+        if node.target not in (TP_GATHER, TP_SCATTER):
             continue
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         val = source.meta["val"]

@@ -148,7 +148,8 @@ class _Job:
     # -- what is computed on a part of the tokens
 
     def find(self) -> None:
-        width = next((_width(n) for n in self.graph.nodes if self._embeds(n)), None)
+        tables = self.graph.find_nodes(op="call_function", target=aten.embedding.default)
+        width = next((_width(n) for n in tables if _shape(n)[-2:-1] == [self.length]), None)
         sums = [n for n in self.graph.nodes if n.target is TP_REDUCE and self._is_stream(n)]
         if any(_width(n) == width for n in sums):
             sums = [n for n in sums if _width(n) == width]
@@ -211,8 +212,18 @@ class _Job:
                     at = aligned(node, source, dim)
                     if at is not None:
                         node.replace_input_with(source, self._part(source, at))
+        for source in node.all_input_nodes:
+            # It goes with every token, so that its gradient is a sum over all ranks' tokens.
+            if source not in self.dims and self.kinds.get(source) is Kind.WHOLE:
+                node.replace_input_with(source, self._copy(source))
         localise(node, dim, self.length // self.tp_size)
         self._value(node)
+
+    def _copy(self, source: fx.Node) -> fx.Node:
+        key = ("copy", source)
+        if key not in self.made:
+            self.made[key] = self._writer(source, behind=source)(TP_COPY, source)
+        return self.made[key]
 
     def _part(self, source: fx.Node, dim: int) -> fx.Node:
         """This rank's tokens of a whole value; right behind it, so that no whole value is sent."""

@@ -25,8 +25,8 @@ from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
 from . import lockstep, zoo
 from .parity import KeepDouble, make_batches
 from .test_zoo import PLAN, Blocks
-from .tiny import lower
-from .zoo import FAMILIES, Family
+from .tiny import lower, qwen2
+from .zoo import FAMILIES
 
 LAYERS = 2
 
@@ -115,7 +115,6 @@ class Positions(Blocks):
         lambda m, x, la: la["down"](la["up"](x)) + x.cumsum(1),  # mixes tokens outside of a region
         lambda m, x, la: la["down"](la["up"](x)) * x.amax((1, 2), keepdim=True),
         lambda m, x, la: la["down"](la["up"](x.transpose(0, 1)).transpose(0, 1).sin()),
-        lambda m, x, la: la["down"](la["up"](x.flatten(0, 1))).view_as(x),
         lambda m, x, la: la["down"](la["up"](torch.cat(x.chunk(2, -1)[::-1], -1) * (x.detach() > 0))),
     ],
 )
@@ -138,6 +137,22 @@ def test_odd_paths_have_right_gradients(block: Any) -> None:
             regather=again,
         )
         assert max(lockstep.errors(model, ranks, loss.detach(), grads)) <= 1e-12
+
+
+def test_a_region_whose_tokens_are_one_dimension_with_the_batch() -> None:
+    def block(model: Any, x: Tensor, layer: Any) -> Tensor:
+        return layer["down"](layer["up"](x.flatten(0, 1))).view_as(x)  # type: ignore[no-any-return]
+
+    batch = make_batches(2, 2, mask=False, steps=1)[0]
+    model = Positions(block)
+    for layer in model.layers:
+        layer["down"].bias = None  # type: ignore[index]
+    loss = model(**batch)["loss"]
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    ranks = lockstep.step(model, batch, tp=2, tp_plan=PLAN, verify=True, sequence_parallel=True)
+    assert max(lockstep.errors(model, ranks, loss.detach(), grads)) <= 1e-12
+    assert count(ranks.lowered)["F", TP_SCATTER] == LAYERS
 
 
 # -- what is moved and kept
@@ -211,6 +226,14 @@ def test_gradients_of_norms_are_parts(graphs: dict[str, Lowered]) -> None:
     assert not graphs["whole"].plan.partial
 
 
+def test_eval_returns_whole_logits() -> None:
+    lowered = lower(training=False, sequence_parallel=True)
+    last = lowered.chunks[1]
+    shapes = dict(zip(lowered.outputs, (tuple(n.meta["val"].shape) for n in last.outputs), strict=True))
+    assert shapes == {"loss": (), "logits": (2, 16, 96)}
+    assert set(count(lowered)) == {("F", TP_GATHER), ("F", TP_SCATTER)}
+
+
 # -- what is refused
 
 
@@ -219,7 +242,7 @@ def test_tokens_that_do_not_divide() -> None:
         PlanError, match=r"16 tokens are not divisible by tp_size=3; pad the batch to 18 tokens"
     ):
         lower(
-            zoo.make(Family("llama"), num_attention_heads=3, num_key_value_heads=3),
+            qwen2(hidden_size=24, num_attention_heads=3, num_key_value_heads=3),
             tp_size=3,
             sequence_parallel=True,
         )
