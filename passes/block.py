@@ -292,10 +292,12 @@ class _Builder:
             line.env[collective] = self._local(value, collective)
             return
         size = line.chunk.tp_size
-        target, args = {
-            TP_GATHER: (ALL_GATHER, (value, size, group)),
-            TP_SCATTER: (REDUCE_SCATTER, (value, "sum", size, group)),
-        }.get(collective.target, (ALL_REDUCE, (value, "sum", group)))  # type: ignore[arg-type]
+        target: Any = ALL_REDUCE
+        args: tuple[Any, ...] = (value, "sum", group)
+        if collective.target is TP_GATHER:
+            target, args = ALL_GATHER, (value, size, group)
+        elif collective.target is TP_SCATTER:
+            target, args = REDUCE_SCATTER, (value, "sum", size, group)
         launch = self.graph.create_node("call_function", target, args, {}, name=f"launch_{unit.label}")
         launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, reduce_bytes(collective))
         launch.meta["val"] = collective.meta["val"]

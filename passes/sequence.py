@@ -47,7 +47,17 @@ from .tokens import aligned, follow, is_pointwise, localise
 aten = torch.ops.aten
 #: Inputs that say how many tokens there are: [batch, tokens] and [batch, tokens, features].
 _INPUTS = ("input_ids", "inputs_embeds")
-_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+    }
+)
+#: Views whose shape is that of a tensor, which they do not otherwise read.
+_VIEWS_AS = frozenset({aten.view_as.default, aten.reshape_as.default})
 
 
 def shard_sequence(captured: Captured, plan: TpPlan, canonical: Mapping[str, str]) -> tuple[Captured, TpPlan]:
@@ -103,6 +113,8 @@ def _bring_together(graph: fx.Graph, shape: tuple[int, int]) -> None:
     tp_copy(view(h [b, s, h], [b*s, h]))       =>     view(tp_copy(h), [b*s, h])
     """
     for node in list(graph.nodes):
+        if node.target in _VIEWS_AS:
+            node.target, node.args = aten.reshape.default, (node.args[0], _shape(node))
         if node.target not in _VIEWS:
             continue
         source: fx.Node = node.args[0]  # type: ignore[assignment]

@@ -90,6 +90,11 @@ def _ndim(node: fx.Node) -> int:
     return val.ndim if isinstance(val, Tensor) else 0
 
 
+def _dim(node: fx.Node, position: int) -> int:
+    """An argument that is a dimension."""
+    return int(node.args[position])  # type: ignore[arg-type]
+
+
 def _pointwise(node: fx.Node, dims: Dims) -> int | None:
     if not isinstance(node.meta.get("val"), Tensor):
         return None
@@ -175,23 +180,23 @@ def _slice(node: fx.Node, dim: int, ndim: int) -> int | None:
 
 
 def _select(node: fx.Node, dim: int, ndim: int) -> int | None:
-    along = node.args[1] % ndim  # type: ignore[operator]
-    return None if along == dim else dim - (along < dim)  # type: ignore[operator]
+    along = _dim(node, 1) % ndim
+    return None if along == dim else dim - (along < dim)
 
 
 def _unsqueeze(node: fx.Node, dim: int, ndim: int) -> int | None:
-    return dim + (node.args[1] % (ndim + 1) <= dim)  # type: ignore[operator, no-any-return]
+    return dim + (_dim(node, 1) % (ndim + 1) <= dim)
 
 
 def _squeeze(node: fx.Node, dim: int, ndim: int) -> int | None:
-    along = node.args[1] % ndim  # type: ignore[operator]
+    along = _dim(node, 1) % ndim
     if along == dim:
         return None
-    return dim - (along < dim and node.args[0].meta["val"].shape[along] == 1)  # type: ignore[operator, union-attr]
+    return dim - (along < dim and node.args[0].meta["val"].shape[along] == 1)  # type: ignore[union-attr]
 
 
 def _transpose(node: fx.Node, dim: int, ndim: int) -> int | None:
-    a, b = (d % ndim for d in node.args[1:3])  # type: ignore[operator, misc]
+    a, b = (_dim(node, k) % ndim for k in (1, 2))
     return {a: b, b: a}.get(dim, dim)
 
 
@@ -209,6 +214,7 @@ def _item(node: fx.Node, dim: int, ndim: int) -> int | None:
 
 _RULES: Mapping[Any, _Rule] = {
     **dict.fromkeys(_VIEWS, _view),
+    aten.flatten.using_ints: _view,
     aten.mean.dim: _reduced,
     aten.sum.dim_IntList: _reduced,
     aten.amax.default: _reduced,

@@ -79,8 +79,8 @@ def weave(strands: Sequence[Strand]) -> Order:
 
     One or two strands of F and I alternate, a segment of each in turn; a W of its own follows its I segment at
     once; a W from the queue is spread evenly behind the launches. Between bridges a strand has three segments for two
-    collectives, ``norm, AG; half; half, RS``, and the second strand begins one segment later: then each collective
-    runs beside a half of the other strand::
+    collectives, ``norm, AG; half; half, RS``, and the second strand begins up to two segments later, as leaves the
+    fewest collectives bare: then each runs beside a half of the other strand::
 
         F: norm AG | half |      | half RS |      | norm AG |         | half |
         I:                  norm AG |        half |         | half RS |      | norm AG
@@ -115,12 +115,33 @@ def fetch_points(strands: Sequence[Strand], order: Order) -> dict[int, Order]:
 
 
 def _alternate(strands: Sequence[Strand], comm: Sequence[int]) -> list[tuple[int, list[int]]]:
+    lags = range(3) if len(comm) == 2 and all(strands[s].bridged for s in comm) else range(1)
+    return min((_in_turn(strands, comm, lag) for lag in lags), key=lambda turns: _bare(strands, turns))
+
+
+def _in_turn(strands: Sequence[Strand], comm: Sequence[int], lag: int) -> list[tuple[int, list[int]]]:
+    """A segment of each strand in turn, the second strand ``lag`` segments late."""
     queues = {s: strands[s].segments() for s in comm}
-    late = {s: k * all(strands[c].bridged for c in comm) for k, s in enumerate(comm)}
+    late = {s: k * lag for k, s in enumerate(comm)}
     turns: list[tuple[int, list[int]]] = []
     for step in range(max(len(queues[s]) + late[s] for s in comm)):
         turns += [(s, queues[s][step - late[s]]) for s in comm if 0 <= step - late[s] < len(queues[s])]
     return turns
+
+
+def _bare(strands: Sequence[Strand], turns: Sequence[tuple[int, list[int]]]) -> int:
+    """How many collectives have no unit of another strand beside them that could hide them."""
+    open_: set[int] = set()
+    bare = 0
+    for s, segment in turns:
+        for unit in segment:
+            bare += s in open_
+            open_.discard(s)
+            if strands[s].heavy[unit]:
+                open_ &= {s}
+            if strands[s].launches[unit]:
+                open_.add(s)
+    return bare
 
 
 def _with_own(
