@@ -26,9 +26,9 @@ from torch import Tensor, fx, nn
 import fxbraid
 from fxbraid import compat
 from fxbraid.model import BraidedModel
-from fxbraid.passes.block import LAUNCHES
 from fxbraid.passes.compile import Artefact, Artefacts
 from fxbraid.passes.joint import Phase
+from fxbraid.passes.launches import LAUNCHES
 from fxbraid.passes.products import SumArtefact, products
 from fxbraid.passes.units import Unit
 from fxbraid.runtime.launch import launch

@@ -37,7 +37,6 @@ behind the last unit that reads it and not at the block's end.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -49,18 +48,11 @@ from ..schedule import Action
 from ..schedule import Phase as Do
 from ..schedule.listorder import CostOrder
 from ..schedule.weave import Strand, fetch_points, weave
-from .boxes import Lines, box_calls
+from .boxes import Lines, box_calls, unpack_tuples
 from .cost import reduce_bytes
 from .joint import Phase
-from .marks import MARKS, TP_GATHER, TP_SCATTER, is_collective
+from .launches import WAIT, call_of, ends_with_mark, fetched, launched, left_out
 from .units import ChunkUnits, Unit
-
-ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-#: Everything that launches a collective.
-LAUNCHES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 Collectives = Literal["overlap", "blocking", "free"]
 COLLECTIVES: tuple[str, ...] = get_args(Collectives)
@@ -289,15 +281,9 @@ class _Builder:
     def _launch(self, line: _Line, unit: Unit, source: fx.Node, collective: fx.Node) -> None:
         value, group = line.env[source], self.context.tp_group
         if self.context.collectives == "free":
-            line.env[collective] = self._local(value, collective)
+            line.env[collective] = left_out(collective, value)
             return
-        size = line.chunk.tp_size
-        target: Any = ALL_REDUCE
-        args: tuple[Any, ...] = (value, "sum", group)
-        if collective.target is TP_GATHER:
-            target, args = ALL_GATHER, (value, size, group)
-        elif collective.target is TP_SCATTER:
-            target, args = REDUCE_SCATTER, (value, "sum", size, group)
+        target, args = call_of(collective, value, line.chunk.tp_size, group)
         launch = self.graph.create_node("call_function", target, args, {}, name=f"launch_{unit.label}")
         launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, reduce_bytes(collective))
         launch.meta["val"] = collective.meta["val"]
@@ -305,21 +291,6 @@ class _Builder:
         line.pending[collective] = launch
         if self.context.collectives == "blocking":
             self._value(line, collective)
-
-    def _local(self, value: fx.Node, collective: fx.Node) -> fx.Node:
-        """What takes a collective's place where it is left out: this rank's value, in the shape of the result."""
-        val = collective.meta["val"]
-        if collective.target is TP_GATHER:
-            times = [int(val.shape[0]) // int(collective.args[0].meta["val"].shape[0])]  # type: ignore[union-attr]
-            local = self.graph.call_function(
-                torch.ops.aten.repeat.default, (value, times + [1] * (val.ndim - 1))
-            )
-        elif collective.target is TP_SCATTER:
-            local = self.graph.call_function(torch.ops.aten.slice.Tensor, (value, 0, 0, int(val.shape[0])))
-        else:
-            return value
-        local.meta |= {"local": True, "val": val, "taken": collective.args[0].meta["val"]}  # type: ignore[union-attr]
-        return local
 
     def _value(self, line: _Line, node: fx.Node) -> fx.Node:
         """Where ``node`` of the chunk's graph lives in the block; waits for its collective on first use."""
@@ -374,72 +345,8 @@ class _Builder:
         return names, values
 
 
-def fetched(chunk: ChunkUnits, unit: Unit) -> list[fx.Node]:
-    """The all-gathers of W that ``unit`` reads (pass ``regather``)."""
-    if unit.phase is not Phase.W:
-        return []
-    return [n for n in unit.args if chunk.is_collective(n) and chunk.joint.phase[n] is Phase.W]
-
-
-def ends_with_mark(chunk: ChunkUnits, unit: Unit) -> bool:
-    """Does the unit end with a TP mark? Also where tp_size is 1, so that the order does not depend on it."""
-    users = (user for out in unit.outs for user in _readers(chunk, out))
-    return any(is_collective(user) and chunk.joint.phase[user] is unit.phase for user in users)
-
-
-def launched(chunk: ChunkUnits, unit: Unit, out: fx.Node) -> list[fx.Node]:
-    """The collectives that are launched behind ``unit``, of those that take its result ``out``."""
-    users = filter(chunk.is_collective, _readers(chunk, out))
-    return [user for user in users if chunk.joint.phase[user] is unit.phase]
-
-
-def _readers(chunk: ChunkUnits, node: fx.Node) -> list[fx.Node]:
-    """Users of ``node``, and what lies behind marks that do nothing."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        found.append(user)
-        if user.target in MARKS and not chunk.is_collective(user):
-            found += _readers(chunk, user)
-    return found
-
-
 def _root(modules: Mapping[str, nn.Module]) -> nn.Module:
     root = nn.Module()
     for name, module in modules.items():
         root.add_module(name, module)
     return root
-
-
-_CALL = re.compile(r"^(\w+) = (.+)$")
-_ITEM = re.compile(r"^(\w+) = (\w+)\[(\d+)\](?:;  (?:\w+ = )+None)?$")
-
-
-def unpack_tuples(body: list[str]) -> list[str]:
-    """Print ``[a, b] = self.unit(x)`` for a call that is followed by one line per result.
-
-    A transformer for ``fx.Graph.on_generate_code``: it changes how the code reads, not what it does.
-    """
-    text = "".join(line for line in body if not line.startswith("# COUNTER"))
-    lines = [line for line in text.splitlines() if line.strip()]
-    result: list[str] = []
-    i = 0
-    while i < len(lines):
-        head = _CALL.match(lines[i])
-        items: list[str] = []
-        while head and (item := _ITEM.match(lines[i + 1 + len(items)])) and item[2] == head[1]:
-            if int(item[3]) != len(items):
-                break
-            items.append(item[1])
-            if _frees(lines[i + len(items)], head[1]):
-                break
-        if head and items and _frees(lines[i + len(items)], head[1]):
-            result.append(f"[{', '.join(items)}] = {head[2]}\n")
-            i += 1 + len(items)
-        else:
-            result.append(lines[i] + "\n")
-            i += 1
-    return result
-
-
-def _frees(line: str, name: str) -> bool:
-    return name in re.findall(r"(\w+) = ", line.partition(";")[2])

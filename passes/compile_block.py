@@ -26,7 +26,9 @@ from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from .block import ALL_REDUCE, LAUNCHES, WAIT, Block, box, unpack_tuples
+from .block import Block, box
+from .boxes import unpack_tuples
+from .launches import ALL_REDUCE, LAUNCHES, WAIT
 from .units import Unit, canonical_key
 
 

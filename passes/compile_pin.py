@@ -37,7 +37,7 @@ from ..compat import (
     recompute_ancestors,
     same_storage,
 )
-from .block import LAUNCHES, WAIT
+from .launches import LAUNCHES, WAIT
 
 _FENCES = (*LAUNCHES, WAIT)
 _CODE = (__file__, compat.__file__)

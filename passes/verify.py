@@ -10,9 +10,10 @@ from collections import Counter
 
 from torch import fx
 
-from .block import LAUNCHES, WAIT, Block
+from .block import Block
 from .errors import VerifyError
 from .joint import VIEWS, JointGraph, Phase
+from .launches import LAUNCHES, WAIT
 from .marks import MARKS, TP_GATHER, is_collective, is_mark
 from .units import ChunkUnits
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from ..passes.block import ends_with_mark, fetched, launched
 from ..passes.compile import Artefacts
 from ..passes.cost import nbytes, reduce_bytes
 from ..passes.errors import BraidError
 from ..passes.joint import VIEWS, Phase
+from ..passes.launches import ends_with_mark, fetched, launched
 from ..passes.pipeline import Lowered
 from ..passes.units import ChunkUnits, Unit
 from ..simulate import INSTANT, ChunkCost, Link, UnitCost, Workload

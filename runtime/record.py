@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from ..metrics import Messages, RankLog, messages
-from ..passes.block import WAIT, Block
+from ..passes.block import Block
+from ..passes.launches import WAIT
 from ..schedule import Schedule
 from ..schedule.lower import Channel, Run
 from . import emulate

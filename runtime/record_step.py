@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..metrics import RankLog
-from ..passes.block import LAUNCHES, WAIT
+from ..passes.launches import LAUNCHES, WAIT
 from ..passes.program import ONE
 from ..schedule import Action, parts
 from ..schedule.lower import Arrive, Run

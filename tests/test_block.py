@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
-from fxbraid.passes.block import ALL_REDUCE, WAIT, Block, box, braid, unbox
+from fxbraid.passes.block import Block, box, braid, unbox
 from fxbraid.passes.errors import VerifyError
+from fxbraid.passes.launches import ALL_REDUCE, WAIT
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.passes.verify import verify_block
 from fxbraid.schedule import Action

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from fxbraid import compat
-from fxbraid.passes.block import ALL_REDUCE, WAIT, Block, braid
+from fxbraid.passes.block import Block, braid
 from fxbraid.passes.compile import Artefacts
 from fxbraid.passes.compile_block import Cut, cut
 from fxbraid.passes.compile_pin import options
 from fxbraid.passes.errors import UnsupportedError
 from fxbraid.passes.joint import Phase
+from fxbraid.passes.launches import ALL_REDUCE, WAIT
 from fxbraid.passes.marks import is_matmul
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.runtime.piece import BoundPiece
