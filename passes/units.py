@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from .cost import flops
 from .joint import JointGraph, Phase, descendants
-from .marks import CUT, TP_REDUCE, is_mark, is_matmul
+from .marks import COLLECTIVES, CUT, is_mark, is_matmul
 
 
 @dataclass(slots=True)
@@ -82,12 +82,12 @@ class ChunkUnits:
         return _resolve(node, self.tp_size)
 
     def is_collective(self, node: fx.Node) -> bool:
-        """True for an all-reduce that really happens."""
-        return self.tp_size > 1 and node.target is TP_REDUCE
+        """True for a collective that really happens."""
+        return self.tp_size > 1 and node.target in COLLECTIVES
 
 
 def _resolve(node: fx.Node, tp_size: int) -> fx.Node:
-    while node.target is CUT or (tp_size == 1 and node.target is TP_REDUCE):
+    while node.target is CUT or (tp_size == 1 and node.target in COLLECTIVES):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
