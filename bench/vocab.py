@@ -131,7 +131,9 @@ def measure(sizes: Sizes, parallel: bool) -> Memory:
         marks = [n for n, p in chunk.joint.phase.items() if is_collective(n) and p is Phase.F]
         return Memory(
             parallel=parallel,
-            parameters=sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lm_head" in n),
+            parameters=sum(
+                p.numel() * p.element_size() for n, p in model.named_parameters() if "lm_head" in n
+            ),
             peak=peak,
             saved=sum(nbytes(n.meta["val"]) for n in saved),
             handed=sum(nbytes(n.meta["val"]) for n in chunk.handed),

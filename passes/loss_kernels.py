@@ -189,7 +189,5 @@ def ptx(kernel: Any, dtype: torch.dtype, *, capability: int = 90, total: bool = 
         else:
             signature[name] = "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS}
-    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
     return str(compiled.asm["ptx"])

@@ -75,8 +75,8 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class _Found:
-    """The vocabulary's parameters: ``sizes`` by first name, ``lookups`` and ``heads`` with their region; ``refused``: why
-    a parameter stays whole."""
+    """The vocabulary's parameters: ``sizes`` by first name, ``lookups`` and ``heads`` with their region;
+    ``refused``: why a parameter stays whole."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     lookups: dict[fx.Node, str] = field(default_factory=dict)
@@ -93,8 +93,10 @@ def shard_vocabulary(
     training: bool,
     fake_mode: FakeTensorMode,
 ) -> Vocabulary:
-    """See the module's docstring. Changes ``captured`` in place; ``fake_mode`` is that of its parameters. Raises :class:`PlanError` where ``wanted`` can't be
-    done, with the parameter and the reason."""
+    """See the module's docstring. Changes ``captured`` in place; ``fake_mode`` is that of its parameters.
+
+    Raises :class:`PlanError` where ``wanted`` can't be done, with the parameter and the reason.
+    """
     if wanted.parallel not in (True, False, "auto"):
         raise PlanError(f'vocab_parallel={wanted.parallel!r}: use True, False or "auto"')
     if plan.tp_size == 1 or wanted.parallel is False or wanted.names == frozenset():

@@ -66,16 +66,14 @@ def evaluate(node: fx.Node, mode: FakeTensorMode) -> Any:
 def shard_lookup(node: fx.Node, rank: fx.Node) -> None:
     """``embedding(W, ids)``, its weight already this rank's rows, becomes ::
 
-        local = ids - rank * rows
-        tp_reduce(embedding(W, local within 0 and rows - 1), zero where local is outside)
+    local = ids - rank * rows
+    tp_reduce(embedding(W, local within 0 and rows - 1), zero where local is outside)
     """
     weight, ids, padding = node.args[0], node.args[1], argument(node, 2, "padding_idx", -1)
     rows = weight.meta["val"].shape[0]  # type: ignore[union-attr]
     call = Emitter(node, node)
     local = call(aten.sub.Tensor, ids, call(aten.mul.Tensor, rank, rows))
-    outside = call(
-        aten.logical_or.default, call(aten.lt.Scalar, local, 0), call(aten.ge.Scalar, local, rows)
-    )
+    outside = call(aten.logical_or.default, call(aten.lt.Scalar, local, 0), call(aten.ge.Scalar, local, rows))
     x = call(EMBEDDING, weight, call(aten.clamp.default, local, 0, rows - 1))
     x = call(aten.masked_fill.Scalar, x, call(aten.unsqueeze.default, outside, -1), 0)
     if padding >= 0:  # this token's row is read, and its gradient stays zero
@@ -198,9 +196,7 @@ def shard_loss(node: fx.Node, rank: fx.Node, vocab: int) -> None:
     if reduction in (MEAN, SUM):
         result = call(aten.sum.default, result)
     if reduction == MEAN:
-        result = call(
-            aten.div.Tensor, result, call(aten.sum.default, call(aten.logical_not.default, empty))
-        )
+        result = call(aten.div.Tensor, result, call(aten.sum.default, call(aten.logical_not.default, empty)))
     dtype = node.meta["val"].dtype
     if result.meta["val"].dtype != dtype:
         result = call(aten._to_copy.default, result, dtype=dtype)
@@ -260,8 +256,8 @@ def replace(node: fx.Node, made: fx.Node) -> None:
 
 
 def set_value(module: fx.GraphModule, name: str, value: Tensor, meta: Tensor) -> None:
-    """Parameter or buffer ``name`` of ``module`` becomes ``value``, and in its graph ``meta``: the same in the fake mode
-    of the trace."""
+    """Parameter or buffer ``name`` of ``module`` becomes ``value``, and in its graph ``meta``: the same in the fake
+    mode of the trace."""
     owner, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(owner), leaf, value)
     for node in module.graph.find_nodes(op="get_attr"):

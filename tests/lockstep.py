@@ -1,8 +1,8 @@
 """All ranks of a model in one process, in lockstep: what the passes made, run exactly, without process groups.
 
 The tensor-parallel ranks hold their own shards and run the same units one after the other; an all-reduce is the sum
-(or maximum) over them, in rank order. Chunks run in pipeline order, micro-batch by micro-batch. What is left out is the order of
-schedules, blocks and messages, which the tests in real processes cover.
+(or maximum) over them, in rank order. Chunks run in pipeline order, micro-batch by micro-batch. What is left out is
+the order of schedules, blocks and messages, which the tests in real processes cover.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class _Runner:
         values: list[dict[fx.Node, list[Tensor]]] = []
         order = sorted(self.lowered.chunks)
         loss = self.forward(inputs, order, values)[0]
-        assert all(torch.equal(loss[0].nan_to_num(), o.nan_to_num()) for o in loss), "TP ranks disagree about the loss"
+        assert all(torch.equal(loss[0].nan_to_num(), o.nan_to_num()) for o in loss), (
+            "TP ranks disagree about the loss"
+        )
         grads = [[torch.ones_like(loss[0])] * self.tp]
         for c in reversed(order):
             chunk, env = self.lowered.chunks[c], values[c]

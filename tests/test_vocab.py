@@ -144,7 +144,9 @@ def test_losses_that_are_sums_or_means_of_a_micro_batch() -> None:
     batch["num_items_in_batch"] = torch.tensor(13)
 
     class Counted(Toy):
-        def forward(self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **_: Any) -> Any:
+        def forward(
+            self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **_: Any
+        ) -> Any:
             out = super().forward(input_ids, labels)
             return {"loss": out["loss"] / num_items_in_batch, "logits": out["logits"]}
 
@@ -168,10 +170,16 @@ def test_all_labels_ignored_gives_what_the_plain_model_gives() -> None:
 def test_values_outside_of_the_vocabulary_are_refused_before_anything_runs() -> None:
     batch = data()
     lowered = lockstep.step(Toy(), batch, tp=2, tp_plan=PLAN).lowered
-    for name, value, what in (("labels", 97, "label 97"), ("labels", -1, "label -1"), ("input_ids", 98, "token id 98")):
+    for name, value, what in (
+        ("labels", 97, "label 97"),
+        ("labels", -1, "label -1"),
+        ("input_ids", 98, "token id 98"),
+    ):
         wrong = {k: v.clone() for k, v in batch.items()}
         wrong[name][3, 2] = value
-        with pytest.raises(BraidError, match=rf"{name} holds the {what} in micro-batch 1, .*97 entries \(0 to 96\)"):
+        with pytest.raises(
+            BraidError, match=rf"{name} holds the {what} in micro-batch 1, .*97 entries \(0 to 96\)"
+        ):
             lockstep.step(Toy(), wrong, tp=2, lowered=lowered)
 
     # Hugging Face's loss shifts labels: the first of a row is never read, and may be anything.
@@ -229,7 +237,9 @@ def test_bf16_logits_are_read_as_they_are() -> None:
     assert torch.allclose(got, wanted, rtol=1e-6)
     assert whole.grad is not None
     grad = torch.cat([part.grad for part in parts], 1)  # type: ignore[misc]
-    assert grad.dtype is torch.bfloat16 and torch.allclose(grad.float(), whole.grad.float(), rtol=2**-7, atol=1e-8)
+    assert grad.dtype is torch.bfloat16 and torch.allclose(
+        grad.float(), whole.grad.float(), rtol=2**-7, atol=1e-8
+    )
 
 
 def test_eval_returns_whole_logits_and_training_never() -> None:
@@ -270,7 +280,9 @@ class TestWhole:
         assert any("head.weight stays whole" in n and "logsumexp" in n for n in lowered.plan.notes)
         lowered = self.step(Toy(loss=penalised, tied=True), loss_reduction="sum")
         assert not lowered.vocabulary
-        with pytest.raises(PlanError, match=r"embed.weight can't be cut over the vocabulary: the logits .*logsumexp"):
+        with pytest.raises(
+            PlanError, match=r"embed.weight can't be cut over the vocabulary: the logits .*logsumexp"
+        ):
             self.step(Toy(loss=penalised, tied=True), loss_reduction="sum", vocab_parallel=True)
 
     def test_class_weights_and_a_plan_that_says_so(self) -> None:
@@ -279,7 +291,7 @@ class TestWhole:
         assert lowered.vocabulary == {"embed.weight"}
         assert "head.weight stays whole on every TP rank: tp_plan says so" in lowered.plan.notes
         assert not self.step(Toy(), vocab_parallel=False).vocabulary
-        with pytest.raises(PlanError, match='vocab_parallel=.yes.: use True, False or "auto"'):
+        with pytest.raises(PlanError, match=r'vocab_parallel=.yes.: use True, False or "auto"'):
             self.step(Toy(), vocab_parallel="yes")
 
     def test_a_later_trace_that_needs_whole_logits(self) -> None:
