@@ -389,7 +389,7 @@ class BraidedModel(nn.Module):
 
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         m = self._options.n_microbatches
-        engine.lowered.checks.check(batch, batches.split(batch, m), m)
+        engine.lowered.checks.check(batch, lambda: batches.split(batch, m))
         micro = batches.split(batches.move(batch, self._mesh.device), m)
         inputs: dict[str, list[Any]] = {
             name: values for name, values in micro.items() if isinstance(values[0], Tensor)

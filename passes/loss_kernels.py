@@ -173,7 +173,7 @@ def ptx(kernel: Any, dtype: torch.dtype, *, capability: int = 90, total: bool = 
     from triton.compiler import ASTSource
 
     sums = torch.float64 if dtype is torch.float64 else torch.float32
-    constants = {"TOTAL": total, "BLOCK": BLOCK}
+    constants: dict[str, Any] = {"TOTAL": total, "BLOCK": BLOCK}
     if kernel is stats_kernel:
         constants["LOWEST"] = torch.finfo(sums).min
     signature = {}

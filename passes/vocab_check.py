@@ -7,7 +7,7 @@ has them, on the host, before the first collective of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,7 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """``check(batch, micro)`` raises for a value outside of the vocabulary.
+    """``check(batch, split)`` raises for a value outside of the vocabulary.
 
     ``graph``: those inputs of a micro-batch that ``inputs`` names -> what each rule looks at, on the host.
     """
@@ -77,15 +77,16 @@ class Checks:
     inputs: tuple[str, ...] = ()
     graph: fx.GraphModule | None = None
 
-    def check(self, batch: Mapping[str, object], micro: Mapping[str, Sequence[object]], m: int) -> None:
-        """``batch``: the whole one; ``micro``: the same in ``m`` micro-batches. Raises :class:`BraidError`.
+    def check(self, batch: Mapping[str, object], split: Callable[[], Mapping[str, Sequence[object]]]) -> None:
+        """``batch``: the whole one; ``split``: gives it in micro-batches. Raises :class:`BraidError`.
 
         The inputs are looked at first, once and whole: only where they are not clearly right (a first label that the
         loss never reads may be anything) is what the model makes of them computed, micro-batch by micro-batch.
         """
         if self.graph is None or not any(self._doubtful(rule, batch) for rule in self.rules):
             return
-        for i in range(m):
+        micro = split()
+        for i in range(len(micro[self.inputs[0]])):
             values = self.graph(*(_host(micro[name][i]) for name in self.inputs))
             for rule, value in zip(self.rules, values, strict=True):
                 bad = rule.bad(value)

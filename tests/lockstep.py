@@ -47,7 +47,7 @@ def step(
     if lowered is None:
         first = {k: v[0] for k, v in micro.items()}
         lowered = lower_model(model, first, n_chunks=n_chunks, tp_size=tp, **options)
-    lowered.checks.check(batch, micro, m)
+    lowered.checks.check(batch, lambda: micro)
     runner = _Runner(model, lowered, tp)
     counts = _counts(lowered, micro, m)
     losses = [runner.run({k: v[i] for k, v in micro.items()} | counts) for i in range(m)]
@@ -71,7 +71,7 @@ def forward(
     micro = batches.split(batches.normal(batch), m)
     first = {k: v[0] for k, v in micro.items()}
     lowered = lower_model(model, first, n_chunks=n_chunks, tp_size=tp, training=False, **options)
-    lowered.checks.check(batch, micro, m)
+    lowered.checks.check(batch, lambda: micro)
     runner = _Runner(model, lowered, tp)
     counts = _counts(lowered, micro, m)
     results = [
