@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxbraid.bench.vocab import Sizes, measure, table
 from fxbraid.passes.errors import BraidError, PlanError
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.layout import ParamShard
@@ -390,3 +391,15 @@ def test_the_kernels_compile_to_ptx_for_hopper(dtype: torch.dtype) -> None:
         text = kernels.ptx(kernel, dtype, capability=90)
         assert ".target sm_90" in text and f".visible .entry {kernel.__name__}" in text
         assert "ex2.approx" in text
+
+
+def test_the_benchmark_finds_less_memory_where_the_vocabulary_is_cut() -> None:
+    sizes = Sizes(vocab=512, hidden=32, tokens=32, tp=4, dtype="float32", device="cpu")
+    whole, cut = (measure(sizes, parallel) for parallel in (False, True))
+    assert whole.parameters == 4 * cut.parameters == 512 * 32 * 4
+    logits = 32 * 512 * 4
+    # Whole: the log-softmax is saved and the logits' gradient handed on. Cut: a fourth of the logits, and theirs.
+    assert whole.saved - cut.saved >= 3 * logits // 4 and whole.handed - cut.handed >= 3 * logits // 4
+    assert cut.peak < whole.peak - logits
+    assert (whole.loss, cut.loss) == (0, 32 * 4 + 2 * 32 * 4)
+    assert "cut" in table([whole, cut], 32)
