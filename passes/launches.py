@@ -4,6 +4,7 @@
 mark        becomes                        is left out as (``collectives="free"``)
 =========== ============================== ==========================================
 tp_reduce   all_reduce                     this rank's value
+tp_max      all_reduce, maximum            this rank's value
 tp_gather   all_gather_into_tensor         this rank's value, repeated
 tp_scatter  reduce_scatter_tensor          as much of this rank's value
 =========== ============================== ==========================================
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from .joint import Phase
-from .marks import MARKS, TP_GATHER, TP_SCATTER, is_collective
+from .marks import MARKS, TP_GATHER, TP_MAX, TP_SCATTER, is_collective
 from .units import ChunkUnits, Unit
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ def call_of(mark: fx.Node, value: fx.Node, tp_size: int, group: str) -> tuple[An
         return ALL_GATHER, (value, tp_size, group)
     if mark.target is TP_SCATTER:
         return REDUCE_SCATTER, (value, "sum", tp_size, group)
-    return ALL_REDUCE, (value, "sum", group)
+    return ALL_REDUCE, (value, "max" if mark.target is TP_MAX else "sum", group)
 
 
 def left_out(mark: fx.Node, value: fx.Node) -> fx.Node:

@@ -3,19 +3,7 @@
 ``shard`` puts them into the traced model; ``units`` cuts the graph at them and ``braid`` turns them into
 collectives. Nothing else in a graph is ever searched for by name.
 
-========== ================================== ==========================================
-mark       forward                            backward
-========== ================================== ==========================================
-tp_copy    identity                           all-reduce over TP (tp_reduce)
-tp_reduce  all-reduce over TP                 identity (tp_copy)
-cut        identity, a unit ends here         identity, a unit ends here
-tp_share   identity                           divided by the TP size
-tp_gather  all-gather of dim 0                reduce-scatter of dim 0 (tp_scatter)
-tp_scatter reduce-scatter of dim 0            all-gather of dim 0 (tp_gather)
-tp_join    all-gather of dim 0                this rank's part of dim 0
-tp_slice   this rank's part of a dimension    all-gather (tp_gather)
-========== ================================== ==========================================
-
+========== ================================== ===================================
 ``tp_copy`` and ``tp_reduce`` are f and g of Megatron-LM (Shoeybi et al. 2019, section 3). The backward of
 ``funcol.all_reduce`` is another all-reduce, which would multiply gradients by t; hence operators of our own.
 ``tp_share`` stands where a value that all ranks hold leaves a region whose gradients are parts (the router's
@@ -23,8 +11,10 @@ logits on their way to the auxiliary loss): every rank then adds an equal part o
 ``tp_gather`` and ``tp_scatter`` are g and g-bar of sequence parallelism (Korthikanti et al. 2022, section 4.2.2),
 ``tp_join`` and ``tp_slice`` lead to and from values that all ranks hold whole, with whole gradients: the last four
 stand where pass ``sequence`` cuts tokens.
-The first three never run: the passes replace every one of them before anything is executed. The eager kernels exist
-for fake tensors and for reading a marked graph in one process, where t = 1 makes all three the identity.
+``tp_max`` is the maximum that a softmax over a sharded vocabulary subtracts (pass ``vocab``).
+All but ``tp_share`` and ``tp_slice`` never run: the passes replace every one of them before anything is executed. The
+eager kernels of the others exist for fake tensors and for reading a marked graph in one process, where t = 1 makes
+them the identity.
 """
 
 from __future__ import annotations
@@ -39,7 +29,7 @@ from .experts import is_grouped_product
 from .parts import from_parts, rank_part, run
 
 _LIBRARY = torch.library.Library("fxbraid", "DEF")
-for _name in ("tp_copy", "tp_reduce", "cut"):
+for _name in ("tp_copy", "tp_reduce", "tp_max", "cut"):
     _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
     # A clone and not the input itself: an operator of torch.library must not return an alias.
     _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -77,6 +67,7 @@ TP_COPY = torch.ops.fxbraid.tp_copy.default
 TP_REDUCE = torch.ops.fxbraid.tp_reduce.default
 CUT = torch.ops.fxbraid.cut.default
 TP_SHARE = torch.ops.fxbraid.tp_share.default
+TP_MAX = torch.ops.fxbraid.tp_max.default
 
 
 # -- sequence parallelism
@@ -168,6 +159,7 @@ torch.library.register_autograd(
 #: Every mark that becomes a collective, and what it is called.
 COLLECTIVES: Mapping[Any, str] = {
     TP_REDUCE: "all-reduce",
+    TP_MAX: "all-reduce",
     TP_GATHER: "all-gather",
     TP_SCATTER: "reduce-scatter",
 }

@@ -3,9 +3,10 @@
 ====================  =======================================================================================
 shard                 plan -> local parameter shapes, marks around parallel linears
 capture               torch.export -> one FX graph of the forward
+normalise_loss        mean over a micro-batch -> share of the whole batch's mean
+vocab                 embedding and head on a rank's part of the vocabulary, the loss without whole logits
 settle                every mark where gradients need it, as few as there can be
 sequence              where it is asked for: norms and residuals on this rank's tokens
-normalise_loss        mean over a micro-batch -> share of the whole batch's mean
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
 units                 F, I, W -> pieces between collectives
@@ -20,8 +21,8 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,9 +38,11 @@ from .partition import Partition, partition
 from .regather import regather as regather_inputs
 from .sequence import shard_sequence
 from .settle import settle
-from .shard import Sharded, TpPlan, has_plan, shard
+from .shard import Sharded, TpPlan, has_plan, kept_whole, shard
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
+from .vocab import Wanted, input_weights, shard_vocabulary
+from .vocab_check import Checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ class Lowered:
     canonical: Mapping[str, str]
     #: tensors of the forward that are neither parameters nor buffers
     constants: Mapping[str, Any]
+    #: first names of the parameters that are cut over the vocabulary
+    vocabulary: frozenset[str] = frozenset()
+    #: what token ids and labels of a batch must satisfy
+    checks: Checks = field(default_factory=Checks)
 
 
 def _trace(
@@ -108,6 +115,7 @@ def lower_model(
     tp_plan: str | Mapping[str, str] = "auto",
     split_layers: str | Sequence[int] = "auto",
     loss_reduction: str = "auto",
+    vocab_parallel: bool | str | Collection[str] = "auto",
     training: bool = True,
     sequence_parallel: bool = False,
     regather: bool = False,
@@ -120,6 +128,7 @@ def lower_model(
     read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
     with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
     ``sequence_parallel``: see pass ``sequence``; ``regather``: W gathers its inputs again (pass ``regather``).
+    ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut.
     The model is not modified.
     """
     device = torch.device(device)
@@ -129,12 +138,20 @@ def lower_model(
     sharded, captured = _trace(model, inputs, tp_size, tp_plan, fake_mode, device)
     if training:
         captured = loss_alone(captured)
-    captured, plan = settle(captured, sharded.plan, sharded.canonical)
+    normalised = normalise_loss(captured, loss_reduction=loss_reduction)
+    vocabulary = shard_vocabulary(
+        normalised.captured,
+        sharded.plan,
+        sharded.canonical,
+        _wanted(model, sharded, tp_plan, vocab_parallel),
+        training=training,
+        fake_mode=fake_mode,
+    )
+    captured, plan = settle(vocabulary.captured, vocabulary.plan, sharded.canonical)
     if sequence_parallel and tp_size > 1:
         captured, plan = shard_sequence(captured, plan, sharded.canonical)
-    normalised = normalise_loss(captured, loss_reduction=loss_reduction)
-    parts = partition(normalised.captured, n_chunks, split=split_layers)
-    outputs = ("loss",) if training else normalised.captured.outputs
+    parts = partition(captured, n_chunks, split=split_layers)
+    outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}
     for index in range(n_chunks) if only is None else only:
         graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
@@ -151,10 +168,26 @@ def lower_model(
         plan=plan,
         partition=parts,
         chunks=chunks,
-        inputs=normalised.captured.inputs,
+        inputs=captured.inputs,
         count=normalised.count,
         counts=normalised.counts,
         outputs=outputs,
         canonical=sharded.canonical,
         constants=captured.constants,
+        vocabulary=vocabulary.names,
+        checks=vocabulary.checks,
     )
+
+
+def _wanted(
+    model: nn.Module,
+    sharded: Sharded,
+    tp_plan: str | Mapping[str, str],
+    asked: bool | str | Collection[str],
+) -> Wanted:
+    wanted = Wanted(
+        inputs=input_weights(model, sharded.canonical), whole=kept_whole(model, tp_plan, sharded.canonical)
+    )
+    if isinstance(asked, bool | str):
+        return replace(wanted, parallel=asked)
+    return replace(wanted, names=frozenset(asked))

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from fxbraid.passes.cost import nbytes, reduce_bytes
 from fxbraid.passes.errors import PlanError
 from fxbraid.passes.joint import Phase
-from fxbraid.passes.marks import TP_GATHER, TP_REDUCE, TP_SCATTER
+from fxbraid.passes.marks import TP_GATHER, TP_MAX, TP_REDUCE, TP_SCATTER
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.runtime.emulate import Link, Op, collective_seconds
 from fxbraid.schedule.weave import Strand, fetch_points, weave
@@ -25,7 +25,7 @@ from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
 from . import lockstep, zoo
 from .parity import KeepDouble, make_batches
 from .test_zoo import PLAN, Blocks
-from .tiny import lower, qwen2
+from .tiny import batch, lower, qwen2
 from .zoo import FAMILIES
 
 LAYERS = 2
@@ -33,11 +33,11 @@ LAYERS = 2
 
 def step(model: nn.Module, *, tp: int = 2, n_chunks: int = 2, **options: Any) -> lockstep.Ranks:
     """One step in lockstep, compared with the unsplit model to 1e-12."""
-    batch = make_batches(2, 2, mask=True, steps=1)[0]
+    rows = make_batches(2, 2, mask=True, steps=1)[0]
     with KeepDouble():
-        loss, grads = zoo.reference(model, batch, 2)
+        loss, grads = zoo.reference(model, rows, 2)
         options = {"verify": True, "sequence_parallel": True} | options
-        ranks = lockstep.step(model, batch, tp=tp, n_chunks=n_chunks, **options)
+        ranks = lockstep.step(model, rows, tp=tp, n_chunks=n_chunks, **options)
     errors = lockstep.errors(model, ranks, loss, grads)
     assert max(errors) <= 1e-12, errors
     return ranks
@@ -59,7 +59,7 @@ def count(lowered: Lowered) -> Mapping[tuple[str, Any], int]:
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi3", "gpt_neox"])
 def test_a_gather_and_a_scatter_in_place_of_each_all_reduce(name: str) -> None:
     family = FAMILIES[name]
-    found = count(step(zoo.make(family)).lowered)
+    found = count(step(zoo.make(family), vocab_parallel=False).lowered)
     regions = family.collectives * LAYERS
     # The embedding and the head are whole on every rank: all tokens come together once more, before the head.
     assert found == {
@@ -68,6 +68,13 @@ def test_a_gather_and_a_scatter_in_place_of_each_all_reduce(name: str) -> None:
         ("I", TP_GATHER): regions,
         ("I", TP_SCATTER): regions,
     }
+
+
+def test_a_cut_vocabulary_scatters_its_embedding_and_gathers_for_its_head() -> None:
+    found = count(step(zoo.make(FAMILIES["llama"]), vocab_parallel=True).lowered)
+    loss = {("F", TP_REDUCE): 1, ("F", TP_MAX): 1}
+    halves = {(phase, mark): 2 * LAYERS + 1 for phase in "FI" for mark in (TP_GATHER, TP_SCATTER)}
+    assert found == halves | loss
 
 
 def test_four_ranks_gather_again_what_w_reads() -> None:
@@ -87,7 +94,7 @@ def test_families(name: str, tp: int, n_chunks: int) -> None:
 
 def test_a_plan_that_leaves_attention_whole() -> None:
     """It needs all tokens on every rank, and the residual this rank's part of what it gives."""
-    found = count(step(zoo.make(FAMILIES["deepseek_v3"])).lowered)
+    found = count(step(zoo.make(FAMILIES["deepseek_v3"]), vocab_parallel=False).lowered)
     assert found["F", TP_GATHER] > found["F", TP_SCATTER] and not found.get(("F", TP_REDUCE))
 
 
@@ -119,16 +126,16 @@ class Positions(Blocks):
     ],
 )
 def test_odd_paths_have_right_gradients(block: Any) -> None:
-    batch = make_batches(2, 2, mask=False, steps=1)[0]
+    rows = make_batches(2, 2, mask=False, steps=1)[0]
     model = Positions(block)
-    loss = model(**batch)["loss"]
+    loss = model(**rows)["loss"]
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     for n_chunks, again in ((1, True), (2, False)):
         ranks = lockstep.step(
             model,
-            batch,
+            rows,
             tp=2,
             n_chunks=n_chunks,
             tp_plan=PLAN,
@@ -143,14 +150,16 @@ def test_a_region_whose_tokens_are_one_dimension_with_the_batch() -> None:
     def block(model: Any, x: Tensor, layer: Any) -> Tensor:
         return layer["down"](layer["up"](x.flatten(0, 1))).view_as(x)  # type: ignore[no-any-return]
 
-    batch = make_batches(2, 2, mask=False, steps=1)[0]
+    rows = make_batches(2, 2, mask=False, steps=1)[0]
     model = Positions(block)
     for layer in model.layers:
         layer["down"].bias = None  # type: ignore[index]
-    loss = model(**batch)["loss"]
+    loss = model(**rows)["loss"]
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    ranks = lockstep.step(model, batch, tp=2, tp_plan=PLAN, verify=True, sequence_parallel=True)
+    ranks = lockstep.step(
+        model, rows, tp=2, tp_plan=PLAN, verify=True, sequence_parallel=True, vocab_parallel=False
+    )
     assert max(lockstep.errors(model, ranks, loss.detach(), grads)) <= 1e-12
     assert count(ranks.lowered)["F", TP_SCATTER] == LAYERS
 
@@ -161,8 +170,9 @@ def test_a_region_whose_tokens_are_one_dimension_with_the_batch() -> None:
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, Lowered]:
     """A Qwen2 of four layers in two chunks: whole, on parts of the tokens, and gathered again in W."""
-    on = {"sequence_parallel": True}
-    return {"whole": lower(), "kept": lower(**on), "again": lower(**on, regather=True)}
+    on = {"sequence_parallel": True, "vocab_parallel": False}
+    found = {"whole": lower(vocab_parallel=False), "kept": lower(**on), "again": lower(**on, regather=True)}
+    return found | {"cut": lower(vocab_parallel=True), "both": lower(**on | {"vocab_parallel": True})}
 
 
 def test_as_many_bytes_are_moved(graphs: dict[str, Lowered]) -> None:
@@ -171,7 +181,9 @@ def test_as_many_bytes_are_moved(graphs: dict[str, Lowered]) -> None:
 
     stream = 2 * 16 * 32 * 4  # bytes of a micro-batch of 2 x 16 tokens, 32 wide, float32
     assert moved("kept", "I") == moved("whole", "I") == 8 * stream
-    # One gather more: all tokens come together before the head, which is whole on every rank.
+    # With a cut vocabulary too: the embedding's sum and the head's gradients are halved like the others.
+    assert moved("both", "F") == moved("cut", "F") and moved("both", "I") == moved("cut", "I") == 9 * stream
+    # With a whole one a gather more: all tokens come together before the head.
     assert moved("kept", "F") == moved("whole", "F") + stream // 2
     assert moved("whole", "W") == moved("kept", "W") == 0 and moved("again", "W") == 9 * stream // 2
     scattered = next(n for _, n in collectives(graphs["kept"]) if n.target is TP_SCATTER)
@@ -227,11 +239,16 @@ def test_gradients_of_norms_are_parts(graphs: dict[str, Lowered]) -> None:
 
 
 def test_eval_returns_whole_logits() -> None:
-    lowered = lower(training=False, sequence_parallel=True)
-    last = lowered.chunks[1]
-    shapes = dict(zip(lowered.outputs, (tuple(n.meta["val"].shape) for n in last.outputs), strict=True))
-    assert shapes == {"loss": (), "logits": (2, 16, 96)}
-    assert set(count(lowered)) == {("F", TP_GATHER), ("F", TP_SCATTER)}
+    model, rows = qwen2().double(), batch(4)
+    with KeepDouble(), torch.no_grad():
+        wanted = model(**rows)
+        for vocabulary in (False, True):
+            options = {"sequence_parallel": True, "vocab_parallel": vocabulary}
+            with torch.enable_grad():
+                found = lockstep.forward(model, rows, tp=2, **options)
+            for loss, logits in zip(found["loss"], found["logits"], strict=True):
+                assert (loss - wanted.loss).abs() <= 1e-12 * wanted.loss
+                assert (logits - wanted.logits).abs().max() <= 1e-12 * wanted.logits.abs().max()
 
 
 # -- what is refused
@@ -249,10 +266,10 @@ def test_tokens_that_do_not_divide() -> None:
 
 
 def test_nothing_to_cut() -> None:
-    batch = make_batches(2, 2, mask=False, steps=1)[0]
+    rows = make_batches(2, 2, mask=False, steps=1)[0]
     model = Blocks(lambda m, x, la: x)
     with pytest.raises(PlanError, match="finds nothing to cut"):
-        lockstep.step(model, batch, tp=2, tp_plan=PLAN, sequence_parallel=True)
+        lockstep.step(model, rows, tp=2, tp_plan=PLAN, sequence_parallel=True, vocab_parallel=False)
 
 
 # -- the braid

@@ -23,6 +23,7 @@ from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import is_collective
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.passes.shard import has_plan
+from fxbraid.passes.vocab import COLUMNS_STYLE, ROWS_STYLE
 
 from . import lockstep
 from .parity import KeepDouble, make_batches
@@ -229,16 +230,27 @@ def describe(family: Family, model: nn.Module, lowered: Lowered, loss: float, gr
             re.sub(r"\d+$|_c\d+.*$|\d+_.*$", "", u.name) for u in chunk.units[Phase.F] if u.index >= 0
         )
     layers = lowered.partition.layers
+    forward, backward = of_vocabulary(lowered)
     return Row(
         family=family,
         plan="its own" if has_plan(model) else "inferred",
         loss=loss,
         grad=grad,
-        forward=marks[Phase.F] / layers,
-        backward=marks[Phase.I] / layers,
+        forward=(marks[Phase.F] - forward) / layers,
+        backward=(marks[Phase.I] - backward) / layers,
         units=dict(units),
-        notes=tuple(n for n in lowered.plan.notes if "is kept replicated" not in n and "inferred" not in n),
+        notes=tuple(
+            n for n in lowered.plan.notes if "rows of the vocabulary" not in n and "inferred" not in n
+        ),
     )
+
+
+def of_vocabulary(lowered: Lowered) -> tuple[int, int]:
+    """All-reduces, forward and backward, of embedding, head and loss where they are cut: the embedding's sum; the
+    loss's maximum and sums, and the sum of the gradient that the head's columns give."""
+    styles = set(lowered.plan.styles.values())
+    rows, columns = ROWS_STYLE in styles, COLUMNS_STYLE in styles
+    return rows + 2 * columns, int(columns)
 
 
 def table(rows: list[Row | tuple[str, str]]) -> str:
