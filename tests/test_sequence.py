@@ -11,12 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxbraid.passes.block import braid
+from fxbraid.passes.compile_block import cut
 from fxbraid.passes.cost import nbytes, reduce_bytes
 from fxbraid.passes.errors import PlanError
 from fxbraid.passes.joint import Phase
+from fxbraid.passes.launches import ALL_GATHER, LAUNCHES, REDUCE_SCATTER
 from fxbraid.passes.marks import TP_GATHER, TP_MAX, TP_REDUCE, TP_SCATTER
 from fxbraid.passes.pipeline import Lowered
+from fxbraid.passes.verify import verify_block
 from fxbraid.runtime.emulate import Link, Op, collective_seconds
+from fxbraid.schedule import Action, Placement
+from fxbraid.schedule import Phase as Do
 from fxbraid.schedule.weave import Strand, fetch_points, weave
 from fxbraid.simulate import Shape, analytic, device, load_model
 from fxbraid.simulate.block import time_block
@@ -25,7 +31,7 @@ from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
 from . import lockstep, zoo
 from .parity import KeepDouble, make_batches
 from .test_zoo import PLAN, Blocks
-from .tiny import batch, lower, qwen2
+from .tiny import batch, context, lower, qwen2
 from .zoo import FAMILIES
 
 LAYERS = 2
@@ -239,7 +245,7 @@ def test_gradients_of_norms_are_parts(graphs: dict[str, Lowered]) -> None:
 
 
 def test_eval_returns_whole_logits() -> None:
-    model, rows = qwen2().double(), batch(4)
+    model, rows = qwen2().double().eval(), batch(4)
     with KeepDouble(), torch.no_grad():
         wanted = model(**rows)
         for vocabulary in (False, True):
@@ -249,6 +255,32 @@ def test_eval_returns_whole_logits() -> None:
             for loss, logits in zip(found["loss"], found["logits"], strict=True):
                 assert (loss - wanted.loss).abs() <= 1e-12 * wanted.loss
                 assert (logits - wanted.logits).abs().max() <= 1e-12 * wanted.logits.abs().max()
+
+
+# -- blocks
+
+
+@pytest.mark.parametrize("texts", [("0F1", "1B0"), ("0F1", "0F2"), ("1W0",)], ids=["F&B", "F&F", "W"])
+@pytest.mark.parametrize("collectives", ["overlap", "blocking", "free"])
+def test_blocks_launch_and_wait_for_each(graphs: dict[str, Lowered], texts: Any, collectives: Any) -> None:
+    actions = [Action.parse(text) for text in texts]
+    made = braid(actions, context(graphs["again"], sends=("send_F0", "send_I1"), collectives=collectives))
+    verify_block(made)
+    phases = {(a.chunk, p) for a in actions for p in ({"B": "IW"}.get(a.phase.value, a.phase.value))}
+    chunks = graphs["again"].chunks
+    marks = [
+        node.target
+        for index, name in phases
+        for node, phase in chunks[index].joint.phase.items()
+        if phase.value == name and chunks[index].is_collective(node)
+    ] * (2 if len(phases) < len(actions) else 1)
+    launches = Counter(n.target for n in made.graph_module.graph.nodes if "launch" in n.meta)
+    free = collectives == "free"
+    assert launches[ALL_GATHER] == (not free) * marks.count(TP_GATHER)
+    assert launches[REDUCE_SCATTER] == (not free) * marks.count(TP_SCATTER)
+    pieces = cut(made).pieces  # what is compiled as a whole
+    inside = Counter(n.target for piece in pieces for n in piece.graph_module.graph.nodes)
+    assert all(inside[target] == launches[target] for target in LAUNCHES)
 
 
 # -- what is refused
@@ -311,9 +343,6 @@ def test_what_w_gathers_again_is_launched_ahead() -> None:
     order = weave([w])
     assert fetch_points([w], order) == {0: [(0, 0)], 1: [(0, 2)]}
     units = tuple(UnitCost(f"w{k}", 1.0, k, fetch=f, fetched=f) for k, f in enumerate((0.5, 0.0, 1.5)))
-    from fxbraid.schedule import Action
-    from fxbraid.schedule import Phase as Do
-
     times = time_block([Action(Do.W, 0, 0)], Workload((ChunkCost((), (), units),)))
     # w0 waits for its own gather, which nothing hides; w2's runs beside w1 and is waited for half a unit longer.
     assert times.length == 0.5 + 3 * 1.0 + 0.5 and times.exposed == 1.0
@@ -323,8 +352,6 @@ def test_what_w_gathers_again_is_launched_ahead() -> None:
 
 
 def test_the_analytic_model_keeps_less_and_moves_as_much() -> None:
-    from fxbraid.schedule import Placement
-
     model, on, place = load_model("qwen2-12.1b"), device("a800"), Placement("v", 2, 2)
     whole, kept, again = (
         analytic(model, on, place, Shape(4096, tp=4, sequence=sequence, regather=gathered)).chunks[1]

@@ -30,6 +30,7 @@ def test_schedules_and_choices_agree_with_one_process_and_to_the_bit() -> None:
     assert same(*outcomes[:4])
 
 
+@pytest.mark.slow
 def test_compiled_units_and_blocks() -> None:
     base = Case(model="qwen2", m=3, steps=2, options=AGAIN)
     run([replace(base, compile=mode) for mode in ("unit", "block")])
@@ -61,7 +62,12 @@ def emulated(options: dict[str, bool]) -> list[tuple[float, float]]:
     with emulate.process_group(CLUSTER, timeout_s=60):
         for schedule in ("stp", "1f1b"):
             plain = make_model("qwen2", tied=False, layers=4, dtype=torch.float32)
-            made: dict[str, Any] = {"schedule": schedule, "compile": False, **options}
+            made: dict[str, Any] = {
+                "schedule": schedule,
+                "compile": False,
+                "vocab_parallel": False,
+                **options,
+            }
             model = fxbraid.braid(plain, batch, tp_size=2, pp_size=2, n_microbatches=4, **made)
             emulate.unit_times(lambda unit: 2e-3 if unit.matmuls else 1e-4, arithmetic=False)
             with emulate.stopwatch() as reading:
@@ -70,7 +76,7 @@ def emulated(options: dict[str, bool]) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_take_the_simulated_time(again: bool) -> None:
     for rank in launch(emulated, ({"sequence_parallel": True, "regather": again},), nproc=4, timeout_s=240):
         for measured, predicted in rank:
