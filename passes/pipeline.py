@@ -19,7 +19,8 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from torch import fx, nn
 
 from .. import compat
+from .apart import taken_apart
 from .capture import Captured, capture, fake_inputs
 from .errors import BraidError, PlanError
 from .infer import infer_plan
@@ -71,8 +73,13 @@ def _trace(
     """Shard and capture; where the model has no plan and needs one, at full size first, to infer it."""
 
     def trace(size: int, plan: str | Mapping[str, str]) -> tuple[Sharded, Captured]:
-        sharded = shard(model, tp_size=size, tp_plan=plan, fake_mode=fake_mode, device=device)
-        return sharded, capture(sharded.module, inputs, fake_mode=fake_mode)
+        def once(packed: Mapping[str, int]) -> tuple[Sharded, Captured]:
+            sharded = shard(
+                model, tp_size=size, tp_plan=plan, fake_mode=fake_mode, device=device, packed=packed
+            )
+            return sharded, capture(sharded.module, inputs, fake_mode=fake_mode)
+
+        return once({}) if size == 1 else _in_sections(once)
 
     if tp_size == 1 or tp_plan != "auto" or has_plan(model):
         return trace(tp_size, tp_plan)
@@ -93,6 +100,30 @@ def _trace(
         ) from error
     notes = (*sharded.plan.notes, *found.notes, *found.left)
     return replace(sharded, plan=replace(sharded.plan, notes=notes)), captured
+
+
+def _in_sections(
+    once: Callable[[Mapping[str, int]], tuple[Sharded, Captured]],
+) -> tuple[Sharded, Captured]:
+    """``once(packed)`` traces with weights cut in as many sections as ``packed`` says; done anew where the graph shows
+    that one needs more of them than the plan gives it."""
+    packed: dict[str, int] = {}
+    while True:
+        sharded, captured = once(packed)
+        found = taken_apart(captured.graph_module.graph, sharded.plan, sharded.canonical)
+        if not found:
+            break
+        if found.keys() & packed.keys():
+            raise PlanError(
+                f"the model takes the features of {', '.join(found)} apart in a way that no equal sections fit; leave "
+                "the module out of tp_plan, or use tp_size=1"
+            )
+        packed |= found
+    if not packed:
+        return sharded, captured
+    kinds = {re.sub(r"\.\d+\.", ".*.", name): count for name, count in packed.items()}
+    notes = tuple(f"{name} is cut in {count} sections, as the model reads it" for name, count in kinds.items())
+    return replace(sharded, plan=replace(sharded.plan, notes=(*sharded.plan.notes, *notes))), captured
 
 
 def lower_model(
