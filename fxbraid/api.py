@@ -54,7 +54,8 @@ def braid(
         n_microbatches: m, micro-batches per step.
         schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`; "auto" measures this
             model on this machine and takes the fastest of all named schedules and of those that a search makes.
-        tp_plan: "auto" (the model's own plan) or a dict of module patterns to "colwise" | "rowwise" | "replicated".
+        tp_plan: "auto" (the model's own plan; where it has none, one that follows from its graph, which ``report()``
+            shows), or a dict of module patterns to styles of transformers ("colwise", "rowwise", "replicated", ...).
         split: "auto" (layers per chunk balanced by FLOPs, embedding and head included), or the layers of each chunk.
         compile: "unit" (Inductor, one artefact per distinct unit), "block" (Inductor on whole blocks, with launches and
             waits pinned; docs/compile.md) or False (eager).

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .errors import PlanError
 from .experts import is_grouped_product
@@ -29,6 +29,8 @@ from .layout import TpPlan
 
 aten = torch.ops.aten
 
+#: An end that a slice without one has in a traced graph.
+_OPEN = 2**63 - 1
 _SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 _CASTS = frozenset({"to", "_to_copy", "contiguous", "clone", "alias", "detach"})
 _VIEWS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
@@ -47,11 +49,21 @@ class _Cut:
     plain: bool = True
 
 
-def taken_apart(graph: fx.Graph, plan: TpPlan, canonical: Mapping[str, str]) -> dict[str, int]:
-    """See the module's docstring: (first) name of a parameter -> equal sections that it needs. Raises
-    :class:`PlanError` where no sections would help."""
+@dataclass(slots=True)
+class _Wanted:
+    """(First) name of a parameter -> equal sections that it needs; ``strict``: raise where no sections would help."""
+
+    strict: bool
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def taken_apart(
+    graph: fx.Graph, plan: TpPlan, canonical: Mapping[str, str], *, strict: bool = True
+) -> dict[str, int]:
+    """See the module's docstring: (first) name of a parameter -> equal sections that it needs. Where no sections would
+    help, raises :class:`PlanError` if ``strict``, else gives 0."""
     cuts: dict[fx.Node, _Cut] = {}
-    wanted: dict[str, int] = {}
+    wanted = _Wanted(strict)
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target) in canonical:
             shard = plan.params[canonical[str(node.target)]]
@@ -62,14 +74,14 @@ def taken_apart(graph: fx.Graph, plan: TpPlan, canonical: Mapping[str, str]) -> 
             found = _follow(node, cuts, wanted)
             if found is not None:
                 cuts[node] = found
-    return wanted
+    return wanted.counts
 
 
-def _follow(node: fx.Node, cuts: Mapping[fx.Node, _Cut], wanted: dict[str, int]) -> _Cut | None:
+def _follow(node: fx.Node, cuts: Mapping[fx.Node, _Cut], wanted: _Wanted) -> _Cut | None:
     """How the result of ``node`` is cut; None where that is not known."""
     name = getattr(node.target, "_opname", "")
     if (product := _operands(node)) is not None:
-        return _product(node, *product, cuts)
+        return _product(node, *product, cuts, wanted)
     if node.target is operator.getitem:
         return _part(node, cuts)
     if name == "cat":
@@ -92,7 +104,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     """(input, weight, the weight's dimension of output features) of a product with a weight."""
     if node.target is aten.linear.default:
         return node.args[0], node.args[1], 0  # type: ignore[return-value]
-    if node.target is aten.mm.default or is_grouped_product(node):
+    if node.target in (aten.mm.default, aten.matmul.default) or is_grouped_product(node):
         return node.args[0], node.args[1], -1  # type: ignore[return-value]
     if node.target is aten.addmm.default:
         return node.args[1], node.args[2], -1  # type: ignore[return-value]
@@ -100,7 +112,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
 
 
 def _product(
-    node: fx.Node, x: fx.Node, weight: fx.Node, out: int, cuts: Mapping[fx.Node, _Cut]
+    node: fx.Node, x: fx.Node, weight: fx.Node, out: int, cuts: Mapping[fx.Node, _Cut], wanted: _Wanted
 ) -> _Cut | None:
     cut = cuts.get(weight)
     if cut is None:
@@ -110,7 +122,8 @@ def _product(
         return _Cut(node.meta["val"].ndim - 1, cut.lengths, cut.owner)
     given = cuts.get(x)
     if (
-        given is not None
+        wanted.strict
+        and given is not None
         and given.dim == x.meta["val"].ndim - 1
         and given.lengths != cut.lengths
         and sum(given.lengths) == sum(cut.lengths)
@@ -131,7 +144,7 @@ def _sizes(lengths: tuple[int, ...]) -> str:
 # -- taking apart and putting together ---------------------------------------------------------------------------
 
 
-def _split(node: fx.Node, name: str, cut: _Cut, wanted: dict[str, int]) -> _Cut | None:
+def _split(node: fx.Node, name: str, cut: _Cut, wanted: _Wanted) -> _Cut | None:
     """The cut of what is split; :func:`_part` gives each result its own."""
     if _split_dim(node, name) == cut.dim:
         parts = _parts(node, name, cut.dim)
@@ -157,9 +170,13 @@ def _fits(parts: list[int], lengths: tuple[int, ...]) -> bool:
     return set(accumulate(parts)) <= set(accumulate(lengths))
 
 
-def _want(node: fx.Node, parts: list[int], cut: _Cut, wanted: dict[str, int]) -> None:
-    if cut.plain and len(cut.lengths) == 1 and len(set(parts)) == 1:
-        wanted[cut.owner] = len(parts)
+def _want(node: fx.Node, parts: list[int], cut: _Cut, wanted: _Wanted) -> None:
+    count = len(parts)
+    one, equal = cut.plain and len(cut.lengths) == 1, len(set(parts)) == 1
+    if one and equal and wanted.counts.setdefault(cut.owner, count) == count:
+        return
+    if not wanted.strict:
+        wanted.counts[cut.owner] = 0
         return
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     raise PlanError(
@@ -193,32 +210,38 @@ def _inside(lengths: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
     return lengths[ends.index(start) : ends.index(end)]
 
 
-def _piece(node: fx.Node, name: str, cut: _Cut, wanted: dict[str, int]) -> _Cut | None:
-    """``slice(x, dim, start, end)`` or ``select(x, dim, index)``."""
+def _piece(node: fx.Node, name: str, cut: _Cut, wanted: _Wanted) -> _Cut | None:
+    """``slice(x, dim, start, end, step)`` or ``select(x, dim, index)``."""
     source: Any = node.args[0]
     val = source.meta["val"]
-    size = val.shape[cut.dim]
-    at = (node.args[1] if len(node.args) > 1 else 0) % val.ndim  # type: ignore[operator]
-    if at != cut.dim:
-        return replace(cut, dim=cut.dim - (name == "select" and at < cut.dim))
+    size = int(val.shape[cut.dim])
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    if dim % val.ndim != cut.dim:
+        return replace(cut, dim=cut.dim - (name == "select" and dim % val.ndim < cut.dim))
     if name == "select":
-        start, end, step = node.args[2] % size, node.args[2] % size + 1, 1  # type: ignore[operator]
+        index: Any = node.args[2]
+        start, end, step = index % size, index % size + 1, 1
     else:
-        given = [*node.args[2:], *(None,) * 3][:3]
-        start = 0 if given[0] is None else min(given[0] % size if given[0] < 0 else given[0], size)  # type: ignore[operator, assignment]
-        end = size if given[1] is None else min(given[1] % size if given[1] < 0 else given[1], size)  # type: ignore[operator, assignment]
-        step = 1 if given[2] is None else given[2]  # type: ignore[assignment]
+        start, end, step = _range(node, size)
     if step != 1:
         return None  # every other feature: an interleaved layout, whose parts are cut alike
     if (start, end) == (0, size):
         return cut
     ends = [0, *accumulate(cut.lengths)]
-    if start in ends and end in ends:
+    if start < end and start in ends and end in ends:
         return None if name == "select" else replace(cut, lengths=_inside(cut.lengths, start, end))
     width = max(end - start, 0)
-    equal = width > 0 and size % width == 0 and start % width == 0
-    _want(node, [width] * (size // width) if equal else [start, width, size - end], cut, wanted)
+    equal = width > 0 and end <= size and size % width == 0 and start % width == 0
+    _want(node, [width] * (size // width) if equal else [start, width], cut, wanted)
     return None
+
+
+def _range(node: fx.Node, size: int) -> tuple[int, int, int]:
+    """Start, end and step of a slice; past the end where the model counts on features that other ranks have."""
+    start, end, step = ([*node.args[2:], None, None, None])[:3]  # type: ignore[misc]
+    start, end, step = start or 0, _OPEN if end is None else end, step or 1
+    start, end = (n + size if n < 0 else n for n in (start, end))  # type: ignore[operator, misc]
+    return start, size if end >= _OPEN else end, step  # type: ignore[operator, return-value]
 
 
 def _joined(node: fx.Node, cuts: Mapping[fx.Node, _Cut]) -> _Cut | None:
@@ -307,7 +330,7 @@ _ARRANGE: Mapping[str, Callable[[fx.Node, _Cut], _Cut | None]] = {
 }
 
 
-def _pointwise(node: fx.Node, cuts: Mapping[fx.Node, _Cut], wanted: dict[str, int]) -> _Cut | None:
+def _pointwise(node: fx.Node, cuts: Mapping[fx.Node, _Cut], wanted: _Wanted) -> _Cut | None:
     """The cut of the inputs of the result's own shape, for an operator that torch calls pointwise: one for all."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
         return None

@@ -126,8 +126,8 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Only what hides a weight gradient inside an input gradient, fused backwards of norms and of experts, and what lies
-    in memory otherwise than its fake says: softplus' gradient takes the strides of what it is given."""
+    """Only what hides a weight gradient inside an input gradient, fused backwards of norms and of experts, and what
+    lies in memory otherwise than its fake says: softplus' gradient takes the strides of what it is given."""
     from torch._decomp import get_decompositions
 
     plain = get_decompositions(

@@ -19,24 +19,21 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .. import compat
-from .apart import taken_apart
-from .capture import Captured, capture, fake_inputs
-from .errors import BraidError, PlanError
-from .infer import infer_plan
+from .capture import fake_inputs
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
 from .settle import settle
-from .shard import Sharded, TpPlan, has_plan, shard
+from .shard import TpPlan
+from .trace import trace
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 
@@ -60,70 +57,6 @@ class Lowered:
     canonical: Mapping[str, str]
     #: tensors of the forward that are neither parameters nor buffers
     constants: Mapping[str, Any]
-
-
-def _trace(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    tp_size: int,
-    tp_plan: str | Mapping[str, str],
-    fake_mode: compat.FakeTensorMode,
-    device: torch.device,
-) -> tuple[Sharded, Captured]:
-    """Shard and capture; where the model has no plan and needs one, at full size first, to infer it."""
-
-    def trace(size: int, plan: str | Mapping[str, str]) -> tuple[Sharded, Captured]:
-        def once(packed: Mapping[str, int]) -> tuple[Sharded, Captured]:
-            sharded = shard(
-                model, tp_size=size, tp_plan=plan, fake_mode=fake_mode, device=device, packed=packed
-            )
-            return sharded, capture(sharded.module, inputs, fake_mode=fake_mode)
-
-        return once({}) if size == 1 else _in_sections(once)
-
-    if tp_size == 1 or tp_plan != "auto" or has_plan(model):
-        return trace(tp_size, tp_plan)
-    found = infer_plan(trace(1, {})[1].graph_module.graph)
-    name = type(model).__name__
-    if not found.patterns:
-        raise PlanError(
-            f"{name} has no tensor-parallel plan (model._tp_plan), and none follows from its graph "
-            f"({'; '.join(found.left) or 'no linears in numbered layers'}); pass tp_plan={{...}}, or use tp_size=1"
-        )
-    try:
-        sharded, captured = trace(tp_size, found.patterns)
-    except BraidError as error:
-        plan = ", ".join(f"{pattern}: {style}" for pattern, style in found.patterns.items())
-        raise PlanError(
-            f"{name} has no tensor-parallel plan (model._tp_plan), and the one that follows from its graph ({plan}) "
-            f"does not run: {error}; pass tp_plan={{...}}, or use tp_size=1"
-        ) from error
-    notes = (*sharded.plan.notes, *found.notes, *found.left)
-    return replace(sharded, plan=replace(sharded.plan, notes=notes)), captured
-
-
-def _in_sections(
-    once: Callable[[Mapping[str, int]], tuple[Sharded, Captured]],
-) -> tuple[Sharded, Captured]:
-    """``once(packed)`` traces with weights cut in as many sections as ``packed`` says; done anew where the graph shows
-    that one needs more of them than the plan gives it."""
-    packed: dict[str, int] = {}
-    while True:
-        sharded, captured = once(packed)
-        found = taken_apart(captured.graph_module.graph, sharded.plan, sharded.canonical)
-        if not found:
-            break
-        if found.keys() & packed.keys():
-            raise PlanError(
-                f"the model takes the features of {', '.join(found)} apart in a way that no equal sections fit; leave "
-                "the module out of tp_plan, or use tp_size=1"
-            )
-        packed |= found
-    if not packed:
-        return sharded, captured
-    kinds = {re.sub(r"\.\d+\.", ".*.", name): count for name, count in packed.items()}
-    notes = tuple(f"{name} is cut in {count} sections, as the model reads it" for name, count in kinds.items())
-    return replace(sharded, plan=replace(sharded.plan, notes=(*sharded.plan.notes, *notes))), captured
 
 
 def lower_model(
@@ -151,7 +84,7 @@ def lower_model(
     verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
     fake_mode = compat.FakeTensorMode()
     inputs = fake_inputs(microbatch, fake_mode=fake_mode, device=device)
-    sharded, captured = _trace(model, inputs, tp_size, tp_plan, fake_mode, device)
+    sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
     if training:
         captured = loss_alone(captured)
     captured, plan = settle(captured, sharded.plan, sharded.canonical)
