@@ -238,62 +238,6 @@ def test_what_broke_elsewhere_is_right_all_at_once(tp: int) -> None:
         assert "layers.*.qkv.weight is cut in 3 sections, as the model reads it" in lowered.plan.notes
 
 
-class Wider(Blocks):
-    """With one more linear, which takes half of ``up``'s features."""
-
-    def parts(self) -> dict[str, nn.Module]:
-        return {**super().parts(), "half": nn.Linear(12, 16)}
-
-
-class TestFeaturesTakenApart:
-    """A weight that the plan cuts in one piece while the model reads it in several."""
-
-    def run(self, block: Any, **plan: str) -> Any:
-        batch = make_batches(2, 2, mask=False, steps=1)[0]
-        plan = {f"layers.*.{name}": style for name, style in plan.items()} or PLAN
-        return assert_exact(Wider(block), batch, tp_plan=plan)
-
-    def test_equal_parts_become_sections(self) -> None:
-        def block(m: Any, x: Tensor, la: Any) -> Tensor:
-            a, b = la["up"](x).chunk(2, -1)
-            c, d = la["gate"](x).unflatten(-1, (2, -1)).unbind(-2)
-            return la["half"](a.sin() * b + c * d.cos())
-
-        lowered = self.run(block, up="colwise", gate="packed_colwise", half="rowwise")
-        assert [s.size for s in lowered.plan.params["layers.0.up.weight"].sections] == [12, 12]
-
-    def test_parts_side_by_side_in_front_of_one_weight_are_refused(self) -> None:
-        def block(m: Any, x: Tensor, la: Any) -> Tensor:
-            h, g = la["up"](x), la["gate"](x)
-            half = h.shape[-1] // 2
-            return la["down"](torch.cat([h[..., half:].sin(), g[..., :half]], -1))
-
-        with pytest.raises(
-            PlanError, match=r"layers\.0\.down\.weight into 12 on each .* as 6 \+ 6 side by side"
-        ):
-            self.run(block)
-
-    def test_heads_told_apart_by_number_are_refused(self) -> None:
-        def block(m: Any, x: Tensor, la: Any) -> Tensor:
-            first, second = la["up"](x).unflatten(-1, (-1, 6)).transpose(1, 2).chunk(2, 1)
-            return la["down"](torch.cat([second, first.sin()], 1).transpose(1, 2).flatten(2))
-
-        with pytest.raises(
-            PlanError, match=r"layers\.0\.up\.weight into 2 on each rank, but .* apart into 1 \+ 1"
-        ):
-            self.run(block)
-
-    def test_features_counted_in_the_whole_are_refused(self) -> None:
-        def block(m: Any, x: Tensor, la: Any) -> Tensor:
-            h = la["up"](x)
-            return la["down"](torch.cat([h[..., :16].sin(), h[..., 16:]], -1))
-
-        with pytest.raises(
-            PlanError, match=r"layers\.0\.up\.weight into 12 on each rank, but .* apart into 0 \+ 16"
-        ):
-            self.run(block)
-
-
 def test_sums_of_parallel_branches_are_one() -> None:
     def block(model: Any, x: Tensor, layer: Any) -> Tensor:
         h = F.layer_norm(x, (16,))
@@ -386,10 +330,21 @@ def test_an_assignment_into_a_slice_has_a_gradient() -> None:
     assert max(lockstep.errors(model, ranks, loss.detach(), grads)) <= 1e-12
 
 
-def test_experts_make_their_weight_gradients_in_w() -> None:
+def test_experts_make_their_weight_gradients_in_w_and_are_chosen_alike_on_all_ranks() -> None:
     ranks = step(make(replace(FAMILIES["mixtral"], aux=False)))
+    plan = ranks.lowered.plan
     for chunk in ranks.lowered.chunks.values():
         targets = {p: [str(n.target) for n, q in chunk.joint.phase.items() if q is p] for p in Phase}
         assert targets[Phase.W].count("fxbraid.grouped_mm_weight.default") == 2
         assert targets[Phase.I].count("transformers.grouped_mm_fallback.default") == 2
-    assert {n.rpartition(".")[0].rpartition(".")[2] for n in ranks.lowered.plan.partial} == {"gate"}
+        (chosen,) = [n for n in chunk.joint.graph.nodes if n.target is torch.ops.aten.topk.default]
+        todo, seen = [chosen], set()
+        while todo:
+            node = todo.pop()
+            if node not in seen and not is_collective(node):
+                seen.add(node)
+                todo += node.all_input_nodes
+        read = {chunk.joint.state[n] for n in seen if n in chunk.joint.state} & plan.params.keys()
+        assert any("gate" in name for name in read)
+        assert all(plan.params[name].dim is None for name in read), "routing depends on a sharded parameter"
+    assert {n.rpartition(".")[0].rpartition(".")[2] for n in plan.partial} == {"gate"}
