@@ -18,7 +18,7 @@ class Wider(Blocks):
     """With one more linear, which takes half of ``up``'s features."""
 
     def parts(self) -> dict[str, nn.Module]:
-        return {**super().parts(), "half": nn.Linear(12, 16)}
+        return {**super().parts(), "out": nn.Linear(12, 16)}
 
 
 class TestFeaturesTakenApart:
@@ -33,9 +33,9 @@ class TestFeaturesTakenApart:
         def block(m: Any, x: Tensor, la: Any) -> Tensor:
             a, b = la["up"](x).chunk(2, -1)
             c, d = la["gate"](x).unflatten(-1, (2, -1)).unbind(-2)
-            return la["half"](a.sin() * b + c * d.cos())
+            return la["out"](a.sin() * b + c * d.cos())
 
-        lowered = self.run(block, up="colwise", gate="packed_colwise", half="rowwise")
+        lowered = self.run(block, up="colwise", gate="packed_colwise", out="rowwise")
         assert [s.size for s in lowered.plan.params["layers.0.up.weight"].sections] == [12, 12]
 
     def test_parts_side_by_side_in_front_of_one_weight_are_refused(self) -> None:
