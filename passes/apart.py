@@ -104,7 +104,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     """(input, weight, the weight's dimension of output features) of a product with a weight."""
     if node.target is aten.linear.default:
         return node.args[0], node.args[1], 0  # type: ignore[return-value]
-    if node.target in (aten.mm.default, aten.matmul.default) or is_grouped_product(node):
+    if node.target in (aten.mm.default, aten.bmm.default, aten.matmul.default) or is_grouped_product(node):
         return node.args[0], node.args[1], -1  # type: ignore[return-value]
     if node.target is aten.addmm.default:
         return node.args[1], node.args[2], -1  # type: ignore[return-value]
@@ -124,6 +124,7 @@ def _product(
     if (
         wanted.strict
         and given is not None
+        and cut.dim == (1 if out == 0 else ndim - 2)
         and given.dim == x.meta["val"].ndim - 1
         and given.lengths != cut.lengths
         and sum(given.lengths) == sum(cut.lengths)
