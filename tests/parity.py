@@ -232,7 +232,7 @@ def share_traces() -> None:
     traced: dict[Any, Any] = {}
 
     def lower_once(source: nn.Module, micro: dict[str, Any], **options: Any) -> Any:
-        shapes = {k: (tuple(v.shape), str(v.dtype)) for k, v in micro.items()}
+        shapes = {k: (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else v for k, v in micro.items()}
         weights = [
             (n, tuple(p.shape), str(p.dtype)) for n, p in source.named_parameters(remove_duplicate=False)
         ]
