@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +41,7 @@ def braid(
     max_programs: int = 8,
     order: Order | None = None,
     max_live: int | None = None,
+    vocab_parallel: bool | Literal["auto"] = "auto",
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
 
@@ -69,6 +70,9 @@ def braid(
         order: of units inside a block. "paper"; "costs" measures units and links (:func:`fxbraid.profile`), orders by
             them and leaves braiding out where it would not pay; a profile, or seconds by unit key, does the same with
             those. Default: "costs" for ``schedule="auto"``, else "paper". ``report()`` says what was chosen and why.
+        vocab_parallel: cut embedding and LM head over the vocabulary, and compute the loss without whole logits
+            (docs/vocab.md). "auto": where the traced model shows that it can be done, and ``report()`` says what stays
+            whole and why; True: or raise; False: both are whole on every TP rank.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
 
     Raises:
@@ -111,6 +115,7 @@ def braid(
         order=order,
         reproducible=reproducible,
         max_live=max_live,
+        vocab_parallel=vocab_parallel,
     )
     return BraidedModel(model, example_batch, mesh, chosen, options)
 

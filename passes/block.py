@@ -52,7 +52,7 @@ from ..schedule.weave import Strand, weave
 from .boxes import Lines, box_calls
 from .cost import nbytes
 from .joint import Phase
-from .marks import MARKS, is_collective
+from .marks import MARKS, TP_MAX, is_collective
 from .units import ChunkUnits, Unit
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -280,7 +280,7 @@ class _Builder:
         launch = self.graph.create_node(
             "call_function",
             ALL_REDUCE,
-            (line.env[source], "sum", self.context.tp_group),
+            (line.env[source], "max" if collective.target is TP_MAX else "sum", self.context.tp_group),
             {},
             name=f"launch_{unit.label}",
         )

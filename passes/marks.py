@@ -8,6 +8,7 @@ mark       forward                       backward
 ========== ============================= =============================
 tp_copy    identity                      all-reduce over TP (tp_reduce)
 tp_reduce  all-reduce over TP            identity (tp_copy)
+tp_max     all-reduce over TP, maximum   none: it has no gradient
 cut        identity, a unit ends here    identity, a unit ends here
 tp_share   identity                      divided by the TP size
 ========== ============================= =============================
@@ -16,8 +17,9 @@ tp_share   identity                      divided by the TP size
 ``funcol.all_reduce`` is another all-reduce, which would multiply gradients by t; hence operators of our own.
 ``tp_share`` stands where a value that all ranks hold leaves a region whose gradients are parts (the router's
 logits on their way to the auxiliary loss): every rank then adds an equal part of the gradient that follows.
-The first three never run: the passes replace every one of them before anything is executed. The eager kernels exist
-for fake tensors and for reading a marked graph in one process, where t = 1 makes all three the identity.
+``tp_max`` is the maximum that a softmax over a sharded vocabulary subtracts (pass ``vocab``).
+All but ``tp_share`` never run: the passes replace every one of them before anything is executed. The eager kernels
+exist for fake tensors and for reading a marked graph in one process, where t = 1 makes all of them the identity.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor, fx
 from .experts import is_grouped_product
 
 _LIBRARY = torch.library.Library("fxbraid", "DEF")
-for _name in ("tp_copy", "tp_reduce", "cut"):
+for _name in ("tp_copy", "tp_reduce", "tp_max", "cut"):
     _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
     # A clone and not the input itself: an operator of torch.library must not return an alias.
     _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -68,9 +70,12 @@ TP_COPY = torch.ops.fxbraid.tp_copy.default
 TP_REDUCE = torch.ops.fxbraid.tp_reduce.default
 CUT = torch.ops.fxbraid.cut.default
 TP_SHARE = torch.ops.fxbraid.tp_share.default
+TP_MAX = torch.ops.fxbraid.tp_max.default
 
+#: Every mark that becomes a collective.
+COLLECTIVES = frozenset({TP_REDUCE, TP_MAX})
 #: Every mark at which a unit may end; no unit may contain one.
-MARKS = frozenset({TP_COPY, TP_REDUCE, CUT})
+MARKS = frozenset({TP_COPY, CUT}) | COLLECTIVES
 
 
 def tp_copy(x: Tensor) -> Tensor:
@@ -84,8 +89,8 @@ def tp_reduce(x: Tensor) -> Tensor:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True for a node that becomes an all-reduce."""
-    return node.op == "call_function" and node.target is TP_REDUCE
+    """True for a node that becomes a collective."""
+    return node.op == "call_function" and node.target in COLLECTIVES
 
 
 def is_mark(node: fx.Node) -> bool:

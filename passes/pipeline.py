@@ -3,8 +3,9 @@
 ====================  =======================================================================================
 shard                 plan -> local parameter shapes, marks around parallel linears
 capture               torch.export -> one FX graph of the forward
-settle                every mark where gradients need it, as few as there can be
 normalise_loss        mean over a micro-batch -> share of the whole batch's mean
+vocab                 embedding and head on a rank's part of the vocabulary, the loss without whole logits
+settle                every mark where gradients need it, as few as there can be
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
 units                 F, I, W -> pieces between collectives
@@ -19,8 +20,8 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
 from .settle import settle
-from .shard import TpPlan
+from .shard import Sharded, TpPlan, kept_whole
 from .trace import trace
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
+from .vocab import Wanted, input_weights, shard_vocabulary
+from .vocab_check import Checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,10 @@ class Lowered:
     canonical: Mapping[str, str]
     #: tensors of the forward that are neither parameters nor buffers
     constants: Mapping[str, Any]
+    #: first names of the parameters that are cut over the vocabulary
+    vocabulary: frozenset[str] = frozenset()
+    #: what token ids and labels of a batch must satisfy
+    checks: Checks = field(default_factory=Checks)
 
 
 def lower_model(
@@ -69,6 +76,7 @@ def lower_model(
     tp_plan: str | Mapping[str, str] = "auto",
     split_layers: str | Sequence[int] = "auto",
     loss_reduction: str = "auto",
+    vocab_parallel: bool | str | Collection[str] = "auto",
     training: bool = True,
     device: torch.device | str = "cpu",
     verify: bool | None = None,
@@ -78,6 +86,7 @@ def lower_model(
     ``microbatch``: keyword arguments of the model at micro-batch shape (only shapes and dtypes of tensors are
     read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
     with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
+    ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut.
     The model is not modified.
     """
     device = torch.device(device)
@@ -87,10 +96,18 @@ def lower_model(
     sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
     if training:
         captured = loss_alone(captured)
-    captured, plan = settle(captured, sharded.plan, sharded.canonical)
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)
-    parts = partition(normalised.captured, n_chunks, split=split_layers)
-    outputs = ("loss",) if training else normalised.captured.outputs
+    vocabulary = shard_vocabulary(
+        normalised.captured,
+        sharded.plan,
+        sharded.canonical,
+        _wanted(model, sharded, tp_plan, vocab_parallel),
+        training=training,
+        fake_mode=fake_mode,
+    )
+    captured, plan = settle(vocabulary.captured, vocabulary.plan, sharded.canonical)
+    parts = partition(captured, n_chunks, split=split_layers)
+    outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}
     for index in range(n_chunks) if only is None else only:
         graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
@@ -105,10 +122,26 @@ def lower_model(
         plan=plan,
         partition=parts,
         chunks=chunks,
-        inputs=normalised.captured.inputs,
+        inputs=captured.inputs,
         count=normalised.count,
         counts=normalised.counts,
         outputs=outputs,
         canonical=sharded.canonical,
         constants=captured.constants,
+        vocabulary=vocabulary.names,
+        checks=vocabulary.checks,
     )
+
+
+def _wanted(
+    model: nn.Module,
+    sharded: Sharded,
+    tp_plan: str | Mapping[str, str],
+    asked: bool | str | Collection[str],
+) -> Wanted:
+    wanted = Wanted(
+        inputs=input_weights(model, sharded.canonical), whole=kept_whole(model, tp_plan, sharded.canonical)
+    )
+    if isinstance(asked, bool | str):
+        return replace(wanted, parallel=asked)
+    return replace(wanted, names=frozenset(asked))

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from .capture import Captured
 from .errors import PlanError
 from .layout import TpPlan
-from .marks import TP_COPY, TP_REDUCE, TP_SHARE
+from .marks import TP_COPY, TP_MAX, TP_REDUCE, TP_SHARE
 from .sink import sink_reduces
 
 #: The buffer of the traced copy that holds this rank's TP rank, int64 [1].
@@ -96,6 +96,8 @@ def _kind(node: fx.Node, kinds: Mapping[fx.Node, Kind], given: set[fx.Node], cut
     largest = max((kinds[n] for n in sources), default=Kind.FREE)
     if node.target is TP_REDUCE:
         return Kind.WHOLE
+    if node.target is TP_MAX:
+        return Kind.FREE
     if node.target is TP_COPY and largest < Kind.LOCAL:
         return Kind.PART
     if largest is Kind.LOCAL:
@@ -137,7 +139,7 @@ def _complete(graph: fx.Graph, cut: Container[str]) -> None:
                 graph.erase_node(node)
                 continue
             copies[source] = node
-        elif node.op == "call_function" and node.target is not TP_REDUCE:
+        elif node.op == "call_function" and node.target not in (TP_REDUCE, TP_MAX):
             sources = node.all_input_nodes
             if max((kinds[n] for n in sources), default=Kind.FREE) >= Kind.PART:
                 for n in sources:

@@ -201,6 +201,19 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
 
 
+def kept_whole(
+    model: nn.Module, tp_plan: str | Mapping[str, str], names: Mapping[str, str]
+) -> frozenset[str]:
+    """First names, of which ``names`` has all, of the parameters of modules that the user's patterns leave whole."""
+    patterns = {} if isinstance(tp_plan, str) else tp_plan
+    return frozenset(
+        names[f"{name}.{leaf}"]
+        for name, module in model.named_modules()
+        if (pattern := _match(name, patterns)) is not None and patterns[pattern] in known.WHOLE
+        for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+
+
 def has_plan(model: nn.Module) -> bool:
     """Does the model's own plan cut anything but the vocabulary?"""
     draft = _Draft(tp_size=1)
@@ -234,8 +247,6 @@ def _match_modules(model: nn.Module, patterns: Mapping[str, str], draft: _Draft)
             )
         vocabulary = known.vocabulary_style(name, module, style, is_head=id(module) in heads)
         if vocabulary is not None:
-            if draft.tp_size > 1 and style != vocabulary:
-                draft.notes.append(f"{name}: style {style} is kept {vocabulary}, whole on every TP rank")
             continue
         if style == "sequence_parallel" and draft.tp_size > 1:
             draft.notes.append(f"{name}: style {style} is kept replicated, on whole sequences")

@@ -56,10 +56,8 @@ PACKED = 2
 
 
 def vocabulary_style(name: str, module: nn.Module, style: str, *, is_head: bool) -> str | None:
-    """How the embedding and the head lie over the ranks: the one place that decides it. None for other modules.
-
-    Both stay whole on every rank, which is exact and needs no communication.
-    """
+    """Is this the embedding or the head? Then the style of a plan does not say how it lies over the ranks: pass
+    ``vocab`` cuts it where the traced graph shows that it can, and else it stays whole. None for other modules."""
     if style in VOCABULARY or isinstance(module, nn.Embedding) or is_head:
         return "replicated"
     return None

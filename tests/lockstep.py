@@ -1,8 +1,8 @@
 """All ranks of a model in one process, in lockstep: what the passes made, run exactly, without process groups.
 
 The tensor-parallel ranks hold their own shards and run the same units one after the other; an all-reduce is the sum
-over them, in rank order. Chunks run in pipeline order, micro-batch by micro-batch. What is left out is the order of
-schedules, blocks and messages, which the tests in real processes cover.
+(or maximum) over them, in rank order. Chunks run in pipeline order, micro-batch by micro-batch. What is left out is
+the order of schedules, blocks and messages, which the tests in real processes cover.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from fxbraid import batch as batches
 from fxbraid.passes.joint import Phase
+from fxbraid.passes.marks import TP_MAX
 from fxbraid.passes.pipeline import Lowered, lower_model
 from fxbraid.passes.settle import TP_RANK
 from fxbraid.passes.units import ChunkUnits, Unit
@@ -46,6 +47,7 @@ def step(
     if lowered is None:
         first = {k: v[0] for k, v in micro.items()}
         lowered = lower_model(model, first, n_chunks=n_chunks, tp_size=tp, **options)
+    lowered.checks.check(batch, lambda: micro)
     runner = _Runner(model, lowered, tp)
     counts = _counts(lowered, micro, m)
     losses = [runner.run({k: v[i] for k, v in micro.items()} | counts) for i in range(m)]
@@ -53,6 +55,38 @@ def step(
     for loss in losses[1:]:
         total = total + loss
     return Ranks(lowered, total, runner.finish())
+
+
+def forward(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    tp: int,
+    n_chunks: int = 2,
+    m: int = 2,
+    **options: Any,
+) -> dict[str, list[Tensor]]:
+    """What ``eval`` returns of ``batch``, by name: one value per TP rank, micro-batches put together; the loss their
+    sum."""
+    micro = batches.split(batches.normal(batch), m)
+    first = {k: v[0] for k, v in micro.items()}
+    lowered = lower_model(model, first, n_chunks=n_chunks, tp_size=tp, training=False, **options)
+    lowered.checks.check(batch, lambda: micro)
+    runner = _Runner(model, lowered, tp)
+    counts = _counts(lowered, micro, m)
+    results = [
+        runner.forward({k: v[i] for k, v in micro.items()} | counts, sorted(lowered.chunks), [])
+        for i in range(m)
+    ]
+    return {
+        name: [
+            torch.stack([out[k][rank] for out in results]).sum(0)
+            if name == "loss"
+            else torch.cat([out[k][rank] for out in results])
+            for rank in range(tp)
+        ]
+        for k, name in enumerate(lowered.outputs)
+    }
 
 
 def _counts(lowered: Lowered, micro: Mapping[str, list[Any]], m: int) -> dict[str, Tensor]:
@@ -91,18 +125,11 @@ class _Runner:
     def run(self, inputs: Mapping[str, Any]) -> Tensor:
         """One micro-batch through all chunks and back; returns its loss."""
         values: list[dict[fx.Node, list[Tensor]]] = []
-        passed: list[list[Tensor]] = []
         order = sorted(self.lowered.chunks)
-        for c in order:
-            chunk = self.lowered.chunks[c]
-            env = {node: [inputs[name]] * self.tp for name, node in chunk.joint.inputs.items()}
-            env |= dict(zip(chunk.joint.boundary, passed, strict=True))
-            for unit in chunk.units[Phase.F]:
-                self._unit(chunk, unit, env)
-            passed = [env[n] for n in chunk.outputs]
-            values.append(env)
-        loss = passed[0]
-        assert all(torch.equal(loss[0], other) for other in loss), "TP ranks disagree about the loss"
+        loss = self.forward(inputs, order, values)[0]
+        assert all(torch.equal(loss[0].nan_to_num(), o.nan_to_num()) for o in loss), (
+            "TP ranks disagree about the loss"
+        )
         grads = [[torch.ones_like(loss[0])] * self.tp]
         for c in reversed(order):
             chunk, env = self.lowered.chunks[c], values[c]
@@ -113,6 +140,21 @@ class _Runner:
                     self._unit(chunk, unit, env)
             grads = [env[n] for n in chunk.input_grads]
         return loss[0]
+
+    def forward(
+        self, inputs: Mapping[str, Any], order: list[int], values: list[dict[fx.Node, list[Tensor]]]
+    ) -> list[list[Tensor]]:
+        """One micro-batch through all chunks; ``values`` gets what each has computed. The last chunk's outputs."""
+        passed: list[list[Tensor]] = []
+        for c in order:
+            chunk = self.lowered.chunks[c]
+            env = {node: [inputs[name]] * self.tp for name, node in chunk.joint.inputs.items()}
+            env |= dict(zip(chunk.joint.boundary, passed, strict=True))
+            for unit in chunk.units[Phase.F]:
+                self._unit(chunk, unit, env)
+            passed = [self._value(chunk, n, env) for n in chunk.outputs]
+            values.append(env)
+        return passed
 
     def _unit(self, chunk: ChunkUnits, unit: Unit, env: dict[fx.Node, list[Tensor]]) -> None:
         per_rank = []
@@ -135,7 +177,7 @@ class _Runner:
             parts = self._value(chunk, node.args[0], env)  # type: ignore[arg-type]
             total = parts[0]
             for part in parts[1:]:
-                total = total + part
+                total = torch.maximum(total, part) if node.target is TP_MAX else total + part
             env[node] = [total] * self.tp
         return env[node]
 

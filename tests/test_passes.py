@@ -50,11 +50,9 @@ class TestShard:
             whole = pieces[0] if part.dim is None else torch.cat(pieces, part.dim)
             assert torch.equal(whole, parameter)
 
-    def test_the_replicated_vocabulary_is_said(self) -> None:
-        notes = read_plan(qwen2(), tp_size=2, tp_plan="auto").notes
-        assert any(
-            note.startswith("lm_head: style colwise_gather_output is kept replicated") for note in notes
-        )
+    def test_the_cut_vocabulary_is_said(self) -> None:
+        notes = lower(qwen2()).plan.notes
+        assert "lm_head.weight: 96 rows of the vocabulary, 48 on each TP rank" in notes
 
     def test_one_copy_for_linears_that_share_an_input_and_one_reduce_for_each_row_parallel_one(self) -> None:
         graph = captured(qwen2()).graph_module.graph

@@ -95,7 +95,9 @@ def step(model: nn.Module, *, tp: int = 2, n_chunks: int = 2, **options: Any) ->
 
 
 def collectives(ranks: lockstep.Ranks, phase: Phase) -> int:
-    return sum(
+    """Without those of the vocabulary."""
+    forward, backward = zoo.of_vocabulary(ranks.lowered)
+    return -{Phase.F: forward, Phase.I: backward, Phase.W: 0}[phase] + sum(
         is_collective(n) and q is phase
         for c in ranks.lowered.chunks.values()
         for n, q in c.joint.phase.items()

@@ -26,6 +26,7 @@ from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import is_collective
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.passes.shard import has_plan
+from fxbraid.passes.vocab import COLUMNS_STYLE, ROWS_STYLE
 from fxbraid.runtime.launch import RankError, launch
 
 from . import lockstep, parity
@@ -85,18 +86,27 @@ def describe(family: Family, model: nn.Module, lowered: Lowered, loss: float, gr
             re.sub(r"\d+$|_c\d+.*$|\d+_.*$", "", u.name) for u in chunk.units[Phase.F] if u.index >= 0
         )
     layers = lowered.partition.layers
-    quiet = ("is kept replicated", "inferred from the graph")
+    forward, backward = of_vocabulary(lowered)
+    quiet = ("rows of the vocabulary", "inferred from the graph")
     return Row(
         name=family.name,
         plan="its own" if has_plan(model) else "inferred",
         loss=loss,
         grad=grad,
-        forward=marks[Phase.F] / layers,
-        backward=marks[Phase.I] / layers,
+        forward=(marks[Phase.F] - forward) / layers,
+        backward=(marks[Phase.I] - backward) / layers,
         weight=marks[Phase.W] / layers,
         units=dict(units),
         notes=[n for n in lowered.plan.notes if not any(text in n for text in quiet)],
     )
+
+
+def of_vocabulary(lowered: Lowered) -> tuple[int, int]:
+    """All-reduces, forward and backward, of embedding, head and loss where they are cut: the embedding's sum; the
+    loss's maximum and sums, and the sum of the gradient that the head's columns give."""
+    styles = set(lowered.plan.styles.values())
+    rows, columns = ROWS_STYLE in styles, COLUMNS_STYLE in styles
+    return rows + 2 * columns, int(columns)
 
 
 # -- real processes ----------------------------------------------------------------------------------------------
@@ -166,8 +176,8 @@ Made by `python -m tests.zoo`: tiny float64 models of the families below, split 
 Ragged labels, padding, every parameter away from its initial value.
 
 - **TP plan**: the model's own (`_tp_plan` of transformers), or inferred from its graph where it has none.
-- **all-reduces**: per decoder layer, forward + backward, counted in the graphs of {layers} layers on tp 2 x pp 2. None
-  lies in W, of any family.
+- **all-reduces**: per decoder layer, forward + backward, counted in the graphs of {layers} layers on tp 2 x pp 2,
+  without those of embedding, head and loss. None lies in W, of any family.
 - **one process**: all ranks in one process, one step: the largest relative error of the loss and any gradient on
   tp 2 x pp 2, and on tp 4 x pp 1 (with half as many key-value heads as ranks).
 - **four processes**: three AdamW steps with clipping under `1f1b` and under `stp`: the largest error of any loss,
