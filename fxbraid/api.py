@@ -64,7 +64,8 @@ def braid(
         collectives: "overlap"; "blocking" waits right behind each launch, in the same order of units and with the same
             results; "free" leaves them out, for timing only: losses and gradients are then wrong, and everything that
             reports such a model says so. Default: "overlap", or "blocking" where ``braided`` is False.
-        reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit.
+        reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit (those
+            of a parameter that several layers read: any two with the same number of chunks).
         loss_reduction: "auto" finds the mean cross entropy; "sum" or "mean" say what another loss is.
         max_programs: how many batch signatures may be traced before another one is refused.
         order: of units inside a block. "paper"; "costs" measures units and links (:func:`fxbraid.profile`), orders by
