@@ -57,7 +57,8 @@ def braid(
         n_microbatches: m, micro-batches per step.
         schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`; "auto" measures this
             model on this machine and takes the fastest of all named schedules and of those that a search makes.
-        tp_plan: "auto" (the model's own plan) or a dict of module patterns to "colwise" | "rowwise" | "replicated".
+        tp_plan: "auto" (the model's own plan; where it has none, one that follows from its graph, which ``report()``
+            shows), or a dict of module patterns to styles of transformers ("colwise", "rowwise", "replicated", ...).
         split: "auto" (layers per chunk balanced by FLOPs, embedding and head included), or the layers of each chunk.
         compile: "unit" (Inductor, one artefact per distinct unit), "block" (Inductor on whole blocks, with launches and
             waits pinned; docs/compile.md) or False (eager).
@@ -65,7 +66,8 @@ def braid(
         collectives: "overlap"; "blocking" waits right behind each launch, in the same order of units and with the same
             results; "free" leaves them out, for timing only: losses and gradients are then wrong, and everything that
             reports such a model says so. Default: "overlap", or "blocking" where ``braided`` is False.
-        reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit.
+        reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit (those
+            of a parameter that several layers read: any two with the same number of chunks).
         loss_reduction: "auto" finds the mean cross entropy; "sum" or "mean" say what another loss is.
         max_programs: how many batch signatures may be traced before another one is refused.
         order: of units inside a block. "paper"; "costs" measures units and links (:func:`fxbraid.profile`), orders by

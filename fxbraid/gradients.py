@@ -136,20 +136,22 @@ class Gradients:
         return norm
 
     def _norm(self, parameters: Sequence[tuple[str, nn.Parameter]], norm_type: float) -> Tensor:
+        """Over the whole model. What each parameter and TP rank adds to it has a place of its own, and the places are
+        added up in the plan's order: to the bit the same however chunks lie over the ranks."""
         infinite = math.isinf(norm_type)
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        place = {name: i for i, name in enumerate(self._plan.params)}
+        terms = torch.zeros(len(place), self._mesh.tp_size, dtype=torch.float64, device=self._mesh.device)
         for name, parameter in parameters:
             for grad in self._counted(name, parameter):
+                term = terms[place[name], self._mesh.tp_rank]
                 if infinite:
-                    total = torch.maximum(total, grad.abs().max().double())
+                    torch.maximum(term, grad.abs().max().double(), out=term)
                 else:
-                    total = (
-                        total + torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
-                    )
+                    term += torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
         if self._mesh.model_group is not None:
             operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, operation, group=self._mesh.model_group)
-        return total if infinite else total ** (1.0 / norm_type)
+            dist.all_reduce(terms, operation, group=self._mesh.model_group)
+        return terms.max() if infinite else terms.sum() ** (1.0 / norm_type)
 
     def _counted(self, name: str, parameter: nn.Parameter) -> list[Tensor]:
         """What of the parameter's gradient this rank counts in a norm over the model: each row counts once."""

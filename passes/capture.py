@@ -139,7 +139,7 @@ def _where_it_stops(module: nn.Module) -> Iterator[list[str]]:
 def _explain(module: nn.Module, error: Exception, stack: list[str]) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "/fxbraid/" not in f.filename]
-    own = [f for f in own if f.filename != __file__]
+    own = [f for f in own if f.filename != __file__ and f.name != "__torch_function__"]
     where = stack[-1] if stack and stack[-1] else type(module).__name__
     line = f' at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}: "{own[-1].line}"' if own else ""
     cause = str(error).strip().splitlines()
@@ -232,7 +232,10 @@ def _copy_body(
             if node.target is torch.ops.aten.copy.default:
                 env[node] = _copied(graph, node, env)
                 continue
-            env[node] = graph.node_copy(node, env.__getitem__)  # type: ignore[arg-type]
+            made = env[node] = graph.node_copy(node, env.__getitem__)  # type: ignore[arg-type]
+            if made.target is torch.ops.aten.view.default:
+                # Attention lays its result out otherwise once gradients are wanted: a copy is then needed.
+                made.target = torch.ops.aten.reshape.default
     results = source.graph.output_node().args[0]
     leaves = results if isinstance(results, list | tuple) else (results,)
     return tuple(env[n] if isinstance(n, fx.Node) else None for n in leaves)  # type: ignore[misc]

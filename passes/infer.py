@@ -23,7 +23,12 @@ from torch import fx
 
 aten = torch.ops.aten
 
-_LINEARS = {aten.linear.default: (0, 1), aten.addmm.default: (1, 2), aten.mm.default: (0, 1)}
+_LINEARS = {
+    aten.linear.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten.mm.default: (0, 1),
+    aten.matmul.default: (0, 1),
+}
 #: Operators that mix features, by name: no linear in front of them can be cut, unless they work head by head.
 _MIXING = re.compile(
     r"norm|mean|sum|softmax_backward|cumsum|sort|topk|argmax|conv|pool|fft|index_add|scatter"
@@ -46,11 +51,21 @@ _PAIRING = {
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """``patterns`` for ``tp_plan``; ``notes`` say why; ``left``: what stays whole and why."""
+    """``patterns`` for ``tp_plan``; ``left``: what stays whole and why. ``attention``: the patterns that cut heads."""
 
     patterns: Mapping[str, str]
-    notes: tuple[str, ...]
     left: tuple[str, ...] = field(default=())
+    attention: frozenset[str] = frozenset()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One per pattern, for ``model.plan``."""
+        return tuple(f"{name}: inferred from the graph, {style}" for name, style in self.patterns.items())
+
+    def without_attention(self, why: str) -> Inferred:
+        """The same for all but attention."""
+        rest = {name: style for name, style in self.patterns.items() if name not in self.attention}
+        return Inferred(rest, (*self.left, f"attention stays whole: {why}"))
 
 
 def infer_plan(graph: fx.Graph) -> Inferred:
@@ -58,22 +73,26 @@ def infer_plan(graph: fx.Graph) -> Inferred:
     linears = {n: name for n in graph.nodes if (name := _module_of(n)) is not None}
     votes: dict[str, set[str]] = {}
     left: dict[str, str] = {}
+    heads: set[str] = set()
     for node, name in linears.items():
         found = _sources(node, linears)
         pattern = _pattern(name)
         if isinstance(found, str):
             left[pattern] = found
             continue
-        sources, attention = found
+        sources, attention, scalars = found
+        if attention:
+            heads |= {pattern, *(_pattern(linears[s]) for s in sources), *map(_pattern, scalars)}
+        for parameter in scalars:
+            votes.setdefault(_pattern(parameter), set()).add("colwise")
         fused = attention and len(sources) == 1 and _is_split(next(iter(sources)))
         votes.setdefault(pattern, set()).add("rowwise_split_input" if fused else "rowwise")
         for source in sources:
             style = "colwise_gather_output" if fused else "colwise"
             votes.setdefault(_pattern(linears[source]), set()).add(style)
     patterns = {pattern: next(iter(styles)) for pattern, styles in votes.items() if len(styles) == 1}
-    notes = tuple(f"{pattern}: inferred from the graph, {style}" for pattern, style in patterns.items())
     kept = tuple(f"{p} stays whole: {why}" for p, why in left.items() if p not in patterns and "*" in p)
-    return Inferred(patterns, notes, kept)
+    return Inferred(patterns, kept, frozenset(heads))
 
 
 def _module_of(node: fx.Node) -> str | None:
@@ -98,11 +117,13 @@ def _layer(name: str) -> str:
     return match[0] if match else ""
 
 
-def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node], bool] | str:
-    """The linears that ``row``'s input comes from and whether attention lies between, or why it can't be cut."""
+def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node], bool, set[str]] | str:
+    """The linears that ``row``'s input comes from, whether attention lies between, and the parameters with one number
+    per head that meet it; or why it can't be cut."""
     start = row.args[_LINEARS[row.target][0]]  # type: ignore[index]
     sources: set[fx.Node] = set()
     between: set[fx.Node] = set()
+    scalars: set[str] = set()
     attention = False
     todo = [start]
     while todo:
@@ -113,6 +134,7 @@ def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node]
             sources.add(node)
             continue
         if node.op != "call_function" or not _is_activation(node):
+            scalars |= _per_head(node)
             continue
         name = getattr(node.target, "_opname", "")
         if _MIXING.search(name) and not _by_head(node):
@@ -129,7 +151,19 @@ def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node]
     reading = between | {row}
     if any(user not in reading for node in (*sources, *between) for user in node.users):
         return "what it reads is read elsewhere too"
-    return sources, attention
+    return sources, attention, scalars
+
+
+def _per_head(node: fx.Node) -> set[str]:
+    """The parameter with one number per head (an attention sink) that ``node`` is in the shape [_, heads, _, 1]."""
+    val = node.meta.get("val")
+    source = node
+    while source.op == "call_function" and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    if not source.meta.get("is_parameter") or getattr(val, "ndim", 0) != 4:
+        return set()
+    heads = source.meta["val"].shape
+    return {str(source.target)} if len(heads) == 1 and tuple(val.shape[1::2]) == (heads[0], 1) else set()  # type: ignore[union-attr]
 
 
 def _by_head(node: fx.Node) -> bool:

@@ -127,17 +127,19 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Only what hides a weight gradient inside an input gradient: fused backwards of norms and of experts."""
+    """Only what hides a weight gradient inside an input gradient, fused backwards of norms and of experts, and what
+    lies in memory otherwise than its fake says: softplus' gradient takes the strides of what it is given."""
     from torch._decomp import get_decompositions
 
-    norms = get_decompositions(
+    plain = get_decompositions(
         [
             aten.native_layer_norm_backward,
             aten.native_group_norm_backward,
             aten._fused_rms_norm_backward,
+            aten.softplus_backward,
         ]
     )
-    return {**norms, **experts.decompositions()}
+    return {**plain, **experts.decompositions()}
 
 
 def _describe(chunk: Chunk, graph: fx.Graph) -> JointGraph:

@@ -13,6 +13,8 @@ which is what accumulating gradients over micro-batches means everywhere. The st
 
     cross entropy of the whole batch + coefficient * mean over micro-batches of aux_loss
 
+A term that no input reaches (a penalty on weights) is the same for every micro-batch, and its mean is itself.
+
 ``count`` is the graph of that number for one micro-batch: inputs -> (count_0, ...), 0-d. Its results are summed
 over micro-batches (and over data-parallel ranks) before the step.
 """
@@ -92,7 +94,7 @@ def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Norma
     targets: list[tuple[fx.Node, fx.Node | None, int]] = [(loss, None, 0)]
     if loss_reduction == "auto":
         targets = [
-            (n, None, 0) if n.meta.get(_AUXILIARY) else (n, n.args[1], _ignored(n))  # type: ignore[misc]
+            (n, n.args[1], _ignored(n)) if n.target is _CROSS_ENTROPY else (n, None, 0)  # type: ignore[misc]
             for n in _means(loss)
         ]
         if not targets:
@@ -116,16 +118,17 @@ def _ignored(node: fx.Node) -> int:
 
 
 def _means(loss: fx.Node) -> list[fx.Node]:
-    """The mean cross entropies and auxiliary losses that ``loss`` is a linear combination of.
+    """The mean cross entropies, auxiliary losses and terms of weights alone that ``loss`` is a linear combination of.
 
     Empty where it is made of sums, bare or over a 0-d input (``num_items_in_batch``): those add up as they are.
     Anything that would count once per micro-batch, or that depends on a micro-batch's own size, is refused.
     """
     found: list[fx.Node] = []
+    given = _from_inputs(loss.graph)
     todo: list[tuple[fx.Node, bool]] = [(loss, False)]
     while todo:
         node, by_number = todo.pop()
-        if node.meta.get(_AUXILIARY):
+        if node.meta.get(_AUXILIARY) or node not in given:
             if node not in found:
                 found.append(node)
         elif node.target is _CROSS_ENTROPY:
@@ -149,6 +152,14 @@ def _means(loss: fx.Node) -> list[fx.Node]:
             todo.append((node.args[0], by_number))  # type: ignore[arg-type]
         else:
             raise UnsupportedError(_unknown(node))
+    return found
+
+
+def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes):
+            found.add(node)
     return found
 
 

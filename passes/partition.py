@@ -145,6 +145,10 @@ def _segments(graph: fx.Graph, live: set[fx.Node]) -> tuple[dict[fx.Node, int], 
         before = max((segment[n] for n in node.all_input_nodes if n in segment), default=-1)
         # Outside the layers: with its inputs, and behind the last layer once that has been left.
         segment[node] = max(own[0], before) if own else (before if before < n_layers - 1 else n_layers)
+    for node in reversed(graph.nodes):
+        # What starts before the layers and is read behind them alone (a penalty on weights) is made there.
+        if segment.get(node) == -1 and {segment.get(user, n_layers) for user in node.users} == {n_layers}:
+            segment[node] = n_layers
     return segment, n_layers
 
 

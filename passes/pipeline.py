@@ -29,16 +29,15 @@ import torch
 from torch import fx, nn
 
 from .. import compat
-from .capture import Captured, capture, fake_inputs
-from .errors import BraidError, PlanError
-from .infer import infer_plan
+from .capture import fake_inputs
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
 from .regather import regather as regather_inputs
 from .sequence import shard_sequence
 from .settle import settle
-from .shard import Sharded, TpPlan, has_plan, kept_whole, shard
+from .shard import Sharded, TpPlan, kept_whole
+from .trace import trace
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 from .vocab import Wanted, input_weights, shard_vocabulary
@@ -68,41 +67,6 @@ class Lowered:
     vocabulary: frozenset[str] = frozenset()
     #: what token ids and labels of a batch must satisfy
     checks: Checks = field(default_factory=Checks)
-
-
-def _trace(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    tp_size: int,
-    tp_plan: str | Mapping[str, str],
-    fake_mode: compat.FakeTensorMode,
-    device: torch.device,
-) -> tuple[Sharded, Captured]:
-    """Shard and capture; where the model has no plan and needs one, at full size first, to infer it."""
-
-    def trace(size: int, plan: str | Mapping[str, str]) -> tuple[Sharded, Captured]:
-        sharded = shard(model, tp_size=size, tp_plan=plan, fake_mode=fake_mode, device=device)
-        return sharded, capture(sharded.module, inputs, fake_mode=fake_mode)
-
-    if tp_size == 1 or tp_plan != "auto" or has_plan(model):
-        return trace(tp_size, tp_plan)
-    found = infer_plan(trace(1, {})[1].graph_module.graph)
-    name = type(model).__name__
-    if not found.patterns:
-        raise PlanError(
-            f"{name} has no tensor-parallel plan (model._tp_plan), and none follows from its graph "
-            f"({'; '.join(found.left) or 'no linears in numbered layers'}); pass tp_plan={{...}}, or use tp_size=1"
-        )
-    try:
-        sharded, captured = trace(tp_size, found.patterns)
-    except BraidError as error:
-        plan = ", ".join(f"{pattern}: {style}" for pattern, style in found.patterns.items())
-        raise PlanError(
-            f"{name} has no tensor-parallel plan (model._tp_plan), and the one that follows from its graph ({plan}) "
-            f"does not run: {error}; pass tp_plan={{...}}, or use tp_size=1"
-        ) from error
-    notes = (*sharded.plan.notes, *found.notes, *found.left)
-    return replace(sharded, plan=replace(sharded.plan, notes=notes)), captured
 
 
 def lower_model(
@@ -135,7 +99,7 @@ def lower_model(
     verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
     fake_mode = compat.FakeTensorMode()
     inputs = fake_inputs(microbatch, fake_mode=fake_mode, device=device)
-    sharded, captured = _trace(model, inputs, tp_size, tp_plan, fake_mode, device)
+    sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
     if training:
         captured = loss_alone(captured)
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)

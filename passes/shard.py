@@ -57,9 +57,12 @@ def shard(
     tp_plan: str | Mapping[str, str] = "auto",
     fake_mode: FakeTensorMode,
     device: torch.device,
+    packed: Mapping[str, int] | None = None,
 ) -> Sharded:
-    """See the module's docstring. Raises :class:`PlanError` with the module, the sizes and the way out."""
+    """See the module's docstring. ``packed``: into how many equal sections to cut a parameter of which the plan does
+    not say it. Raises :class:`PlanError` with the module, the sizes and the way out."""
     draft = _draft(model, tp_size=tp_size, tp_plan=tp_plan)
+    draft.packed = dict(packed or {})
     plan = draft.finish(model)
     local = _local_copy(model, plan, fake_mode, device)
     for name, heads in draft.blocks.local.items():
@@ -98,6 +101,7 @@ class _Draft:
     params: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     blocks: Blocks = field(default_factory=Blocks)
+    packed: Mapping[str, int] = field(default_factory=dict)
 
     def finish(self, model: nn.Module) -> TpPlan:
         """Every parameter's shard. Raises :class:`PlanError` for a size that does not divide."""
@@ -136,6 +140,9 @@ class _Draft:
     def _sections(self, name: str, style: str, size: int) -> tuple[Section, ...]:
         if name in self.blocks.sections:
             return self.blocks.sections[name]
+        if name in self.packed or f"{name}.weight" in self.packed:
+            count = self.packed.get(name) or self.packed[f"{name}.weight"]
+            return known.equal_sections(size, self.tp_size, count)
         return known.packed_sections(size, self.tp_size) if style.startswith("packed") else ()
 
 

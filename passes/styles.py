@@ -82,7 +82,12 @@ def cut_dim(ndim: int, style: str, *, turned: bool = False) -> int:
 
 def packed_sections(size: int, parts: int) -> tuple[Section, ...]:
     """Gate and up in one weight: two halves."""
-    return tuple(Section(size // PACKED, parts) for _ in range(PACKED))
+    return equal_sections(size, parts, PACKED)
+
+
+def equal_sections(size: int, parts: int, count: int) -> tuple[Section, ...]:
+    """``count`` equally large sections."""
+    return tuple(Section(size // count, parts) for _ in range(count))
 
 
 def apply(module: nn.Module, style: str, *, tp_size: int, rank: Callable[[], Tensor]) -> None:

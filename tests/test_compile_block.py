@@ -167,7 +167,8 @@ def test_a_block_is_cut_at_its_sends_and_nowhere_else(lowered: Lowered) -> None:
 
 def test_a_result_leaves_before_the_units_that_trail_it(lowered: Lowered) -> None:
     made = cut(block(lowered, "tp", "0F1", "1B0", sends=("send_F0", "send_I1")))
-    assert "tail_c1_I" not in made.pieces[0].units and "tail_c0_F" in made.pieces[0].units
+    # The second tail of I: the first one is the norm's behind the head's all-reduce.
+    assert "tail_c1_2_I" not in made.pieces[0].units and "tail_c0_F" in made.pieces[0].units
     assert made.pieces[2].units[-1] == "norm2_W"
     assert all(label.endswith("_W") for label in made.pieces[2].units)
 

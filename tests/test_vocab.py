@@ -399,7 +399,9 @@ def test_the_benchmark_finds_less_memory_where_the_vocabulary_is_cut() -> None:
     assert whole.parameters == 4 * cut.parameters == 512 * 32 * 4
     logits = 32 * 512 * 4
     # Whole: the log-softmax is saved and the logits' gradient handed on. Cut: a fourth of the logits, and theirs.
-    assert whole.saved - cut.saved >= 3 * logits // 4 and whole.handed - cut.handed >= 3 * logits // 4
+    few = 8 * 32 * 4  # numbers per token
+    assert whole.saved - cut.saved >= 3 * logits // 4 - few
+    assert whole.handed - cut.handed >= 3 * logits // 4 - few
     assert cut.peak < whole.peak - logits
     assert (whole.loss, cut.loss) == (0, 32 * 4 + 2 * 32 * 4)
     assert "cut" in table([whole, cut], 32)

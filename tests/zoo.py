@@ -1,208 +1,64 @@
-"""The zoo: one tiny model of every family, against its unsplit self; ``python -m tests.zoo`` writes docs/zoo.md.
+"""The zoo: every family of ``tests.families`` against its unsplit self; ``python -m tests.zoo`` writes docs/zoo.md.
 
-Every family runs in float64 with all ranks in one process (``tests.lockstep``): 2 decoder layers or more, ragged
-labels, left padding, parameters moved away from their trivial values.
+A row has two sources. A float64 model, lowered and run with all ranks in one process (``tests.lockstep``), gives the
+plan, the units, the collectives and the errors of one step. Four real processes give the errors of three AdamW steps
+with clipping under two schedules (``tests.parity``). Both on tp 2 x pp 2 and on tp 4 x pp 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxbraid.passes.errors import BraidError
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import is_collective
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.passes.shard import has_plan
 from fxbraid.passes.vocab import COLUMNS_STYLE, ROWS_STYLE
+from fxbraid.runtime.launch import RankError, launch
 
-from . import lockstep
-from .parity import KeepDouble, make_batches
+from . import lockstep, parity
+from .families import CORE, FAMILIES, SIZES, Family, make, whole_loss
 
-AUX = 0.3
-#: Sizes of every family; a config takes those that it has.
-SIZES: Mapping[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 64,
-    "sliding_window": 8,
-    # mixtures of experts
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    # compressed keys and values
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    # older spellings
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "n_inner": 48,
-    "rotary_dim": 4,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    # no dropout
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "dropout": 0.0,
-    "activation_dropout": 0.0,
-    "residual_dropout": 0.0,
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """``collectives`` per decoder layer, forward and backward alike. ``aux``: with its auxiliary loss."""
-
-    name: str
-    collectives: int = 2
-    aux: bool = False
-    overrides: tuple[tuple[str, Any], ...] = ()
-    #: shown in the table
-    remark: str = ""
-
-
-#: The families that every run of the test suite covers.
-CORE = (
-    Family("llama"),
-    Family("qwen2"),
-    Family("qwen3"),
-    Family("mistral"),
-    Family("gemma"),
-    Family("gemma2", remark="sliding windows, soft-capped attention and logits"),
-    Family("phi3"),
-    Family("gpt_neox", collectives=1, remark="attention and MLP in parallel: one sum serves both"),
-    Family("olmo2", collectives=4),
-    Family("mixtral", aux=True),
-    Family("qwen3_moe", aux=True),
-    Family("gpt2"),
-)
-#: More of them: run when asked for, and for the table.
-MORE = (
-    Family("apertus"),
-    Family("arcee"),
-    Family("codegen", collectives=1),
-    Family("cohere", collectives=1),
-    Family("cohere2", collectives=1),
-    Family("deepseek_v2", overrides=(("num_key_value_heads", 4), ("head_dim", 4))),
-    Family(
-        "deepseek_v3",
-        collectives=1,
-        overrides=(("num_key_value_heads", 4), ("head_dim", 4)),
-        remark="the plan leaves attention whole",
-    ),
-    Family("dots1"),
-    Family("ernie4_5"),
-    Family("ernie4_5_moe"),
-    Family("exaone4"),
-    Family("gemma3_text"),
-    Family("glm"),
-    Family("glm4"),
-    Family("glm4_moe"),
-    Family("gptj", collectives=1),
-    Family("granite"),
-    Family("granitemoe", collectives=1, remark="the plan cuts the experts alone"),
-    Family("helium"),
-    Family("llama4_text"),
-    Family("nanochat"),
-    Family("nemotron"),
-    Family("olmo"),
-    Family("olmo3", collectives=4),
-    Family("olmoe", collectives=4),
-    Family("opt"),
-    Family("persimmon"),
-    Family("phi", collectives=1, remark="attention and MLP in parallel"),
-    Family("qwen2_moe"),
-    Family("seed_oss"),
-    Family("smollm3"),
-    Family("stablelm"),
-    Family("starcoder2"),
-    Family("gpt_oss"),
-    Family("diffllama", collectives=1),
-    Family("hunyuan_v1_dense"),
-)
-FAMILIES: dict[str, Family] = {family.name: family for family in (*CORE, *MORE)}
+SCHEDULES = ("1f1b", "stp")
+LAYOUTS = ((2, 2), (4, 1))
 
 
 @dataclass
 class Row:
-    """What is known about one family after running it."""
+    """What is known about one family. ``forward``, ``backward``, ``weight``: collectives per layer in F, I and W."""
 
-    family: Family
-    plan: str
-    loss: float
-    grad: float
-    forward: float
-    backward: float
+    name: str
+    plan: str = ""
+    loss: float = 0.0
+    grad: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
     units: dict[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-def make(family: Family, **overrides: Any) -> nn.Module:
-    """A tiny float64 model of the family, in training mode, its experts as the loop that can't be traced."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config: Any = AutoConfig.for_model(family.name)
-    config = getattr(config, "text_config", config)
-    wanted = {**SIZES, **dict(family.overrides), **overrides}
-    if family.aux:
-        wanted |= {"output_router_logits": True, "router_aux_loss_coef": AUX}
-    config = type(config)(**{k: v for k, v in wanted.items() if hasattr(config, k)})
-    torch.manual_seed(3)
-    model: nn.Module = AutoModelForCausalLM.from_config(config).double()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
-    if getattr(config, "_experts_implementation", None):
-        config._experts_implementation = "eager"
-    return model.train()
+    notes: list[str] = field(default_factory=list)
+    #: layout -> largest error in one process, and in four, or why it does not run
+    one: dict[str, float | str] = field(default_factory=dict)
+    ranks: dict[str, float | str] = field(default_factory=dict)
+    #: why the family does not run at tp 2
+    refused: str = ""
 
 
 def reference(model: nn.Module, batch: Mapping[str, Tensor], m: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the unsplit model. An auxiliary loss counts as its mean over micro-batches."""
-    if not getattr(model.config, "output_router_logits", False):
-        loss = model(**batch).loss
-    else:
-        loss = torch.zeros((), dtype=torch.float64)
-        total = (batch["labels"][:, 1:] != -100).sum().double()
-        rows = len(batch["labels"]) // m
-        for i in range(m):
-            micro = {k: v[i * rows : (i + 1) * rows] for k, v in batch.items()}
-            out = model(**micro)
-            share = (micro["labels"][:, 1:] != -100).sum() / total
-            loss = loss + (out.loss - AUX * out.aux_loss) * share + AUX * out.aux_loss / m
+    """Loss and gradients of the unsplit model."""
+    loss = whole_loss(model, batch, m)
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -210,10 +66,10 @@ def reference(model: nn.Module, batch: Mapping[str, Tensor], m: int) -> tuple[Te
 
 
 def run(family: Family, *, tp: int = 2, n_chunks: int = 2, m: int = 2, **overrides: Any) -> Row:
-    """One step of the family on tp x n_chunks ranks against the unsplit model."""
+    """One step of the family on tp x n_chunks ranks in one process against the unsplit model."""
     model = make(family, **overrides)
-    batch = make_batches(2, m, mask=True, steps=1)[0]
-    with KeepDouble():
+    batch = parity.make_batches(2, m, mask=True, steps=1)[0]
+    with parity.KeepDouble():
         loss, grads = reference(model, batch, m)
         ranks = lockstep.step(model, batch, tp=tp, n_chunks=n_chunks, m=m, verify=True)
     errors = lockstep.errors(model, ranks, loss, grads)
@@ -231,17 +87,17 @@ def describe(family: Family, model: nn.Module, lowered: Lowered, loss: float, gr
         )
     layers = lowered.partition.layers
     forward, backward = of_vocabulary(lowered)
+    quiet = ("rows of the vocabulary", "inferred from the graph")
     return Row(
-        family=family,
+        name=family.name,
         plan="its own" if has_plan(model) else "inferred",
         loss=loss,
         grad=grad,
         forward=(marks[Phase.F] - forward) / layers,
         backward=(marks[Phase.I] - backward) / layers,
+        weight=marks[Phase.W] / layers,
         units=dict(units),
-        notes=tuple(
-            n for n in lowered.plan.notes if "rows of the vocabulary" not in n and "inferred" not in n
-        ),
+        notes=[n for n in lowered.plan.notes if not any(text in n for text in quiet)],
     )
 
 
@@ -253,53 +109,168 @@ def of_vocabulary(lowered: Lowered) -> tuple[int, int]:
     return rows + 2 * columns, int(columns)
 
 
-def table(rows: list[Row | tuple[str, str]]) -> str:
-    """The rows in Markdown."""
-    lines = [
-        "| family | TP plan | all-reduces per layer, forward + backward | units of the forward | largest error of a "
-        "gradient | notes |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if isinstance(row, tuple):
-            lines.append(f"| {row[0]} | | | | | does not run: {row[1]} |")
-            continue
-        units = ", ".join(f"{count} {name}" for name, count in row.units.items())
-        notes = "; ".join(filter(None, [row.family.remark, "auxiliary loss" * row.family.aux, *row.notes]))
-        lines.append(
-            f"| {row.family.name} | {row.plan} | {row.forward:g} + {row.backward:g} | {units} | {row.grad:.0e} | "
-            f"{notes} |"
-        )
-    return "\n".join(lines) + "\n"
+# -- real processes ----------------------------------------------------------------------------------------------
 
+
+def cases(name: str, tp: int, pp: int) -> list[parity.Case]:
+    """Three steps in float64 under every schedule, plain and with sums in micro-batch order."""
+    base = parity.Case(model=f"zoo:{name}", tp=tp, pp=pp, dtype=torch.float64, m=3, steps=3)
+    plain = [replace(base, schedule=schedule) for schedule in SCHEDULES]
+    return [*plain, *(replace(case, reproducible=True) for case in plain)]
+
+
+def run_ranks(family: Family, tp: int, pp: int) -> float:
+    """The largest error of any loss, gradient and norm. Raises where two schedules that add up in micro-batch order
+    differ in any bit, and ``RankError`` where a rank fails."""
+    wanted = cases(family.name, tp, pp)
+    per_rank = launch(parity.run_cases, (wanted,), nproc=tp * pp, timeout_s=300, on_line=lambda *_: None)
+    outcomes = [parity.merge([outcomes[i] for outcomes in per_rank]) for i in range(len(wanted))]
+    ordered = [outcome.digests for outcome in outcomes if outcome.case.reproducible]
+    if any(digests != ordered[0] for digests in ordered):
+        raise AssertionError("two schedules that add up in micro-batch order differ")
+    return max(max(outcome.loss, outcome.grad, outcome.norm) for outcome in outcomes)
+
+
+def measure(family: Family) -> Row:
+    """The row without real processes; what fails becomes a sentence in it."""
+    try:
+        row = run(family)
+    except BraidError as error:
+        return Row(family.name, refused=shorten(str(error)))
+    except Exception as error:  # no refusal but a bug: the page shows it as well
+        return Row(family.name, refused=shorten(f"{type(error).__name__}: {error}"))
+    row.one["2x2"] = max(row.loss, row.grad)
+    try:
+        four = run(family, tp=4, n_chunks=1)
+        row.one["4x1"] = max(four.loss, four.grad)
+    except Exception as error:
+        row.one["4x1"] = shorten(str(error))
+    return row
+
+
+def add_ranks(row: Row) -> None:
+    """What real processes say, where it is not known yet."""
+    layouts: Iterable[tuple[int, int]] = ((1, 4),) if row.refused else LAYOUTS
+    for tp, pp in layouts:
+        if isinstance(row.one.get(f"{tp}x{pp}"), str) or f"{tp}x{pp}" in row.ranks:
+            continue
+        try:
+            row.ranks[f"{tp}x{pp}"] = run_ranks(FAMILIES.get(row.name, Family(row.name)), tp, pp)
+        except RankError as error:
+            row.ranks[f"{tp}x{pp}"] = shorten(re.sub(r"^\w+: ", "", error.message))
+        except AssertionError as error:
+            row.ranks[f"{tp}x{pp}"] = shorten(str(error))
+
+
+def shorten(text: str, limit: int = 420) -> str:
+    """One line, without folders of this machine."""
+    text = re.sub(r"/\S*/site-packages/", "", " ".join(text.split()))
+    return text if len(text) <= limit else text[:limit].rsplit(" ", 1)[0] + " ..."
+
+
+# -- the page ----------------------------------------------------------------------------------------------------
 
 HEAD = """# The zoo
 
-Tiny models of the families below ({layers} decoder layers, float64), split over 2 tensor-parallel ranks and 2 chunks
-and compared with the unsplit model: loss and every gradient. Ragged labels, padding, every parameter away from its
-initial value. This page is written by `python -m tests.zoo`, which runs all of it.
+Made by `python -m tests.zoo`: tiny float64 models of the families below, split and compared with the unsplit model.
+Ragged labels, padding, every parameter away from its initial value.
+
+- **TP plan**: the model's own (`_tp_plan` of transformers), or inferred from its graph where it has none.
+- **all-reduces**: per decoder layer, forward + backward, counted in the graphs of {layers} layers on tp 2 x pp 2,
+  without those of embedding, head and loss. None lies in W, of any family.
+- **one process**: all ranks in one process, one step: the largest relative error of the loss and any gradient on
+  tp 2 x pp 2, and on tp 4 x pp 1 (with half as many key-value heads as ranks).
+- **four processes**: three AdamW steps with clipping under `1f1b` and under `stp`: the largest error of any loss,
+  gradient and norm on the same two layouts. With `reproducible=True` the two schedules agreed to the bit in every loss
+  and gradient of every step, or the row would say so. Rows without a number were not run so for this page;
+  `python -m tests.zoo --all-processes` runs them all, and so does `pytest -m slow tests/test_zoo_ranks.py`.
 
 """
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The families that run, in Markdown."""
+    lines = [
+        "| family | TP plan | all-reduces | units of the forward | one process | four processes | notes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    reasons: list[str] = []
+
+    def shown(values: Mapping[str, float | str]) -> str:
+        cells = []
+        for value in (values[layout] for layout in ("2x2", "4x1") if layout in values):
+            if isinstance(value, str):
+                reasons.append(value)
+                cells.append(f"[{len(reasons)}]")
+            else:
+                cells.append(f"{value:.0e}")
+        return ", ".join(cells)
+
+    for row in rows:
+        family = FAMILIES.get(row.name, Family(row.name))
+        units = ", ".join(f"{count} {name}" for name, count in row.units.items())
+        notes = "; ".join(filter(None, [family.remark, "auxiliary loss" * family.aux, *row.notes]))
+        counts = f"{row.forward:g} + {row.backward:g}"
+        lines.append(
+            f"| {row.name} | {row.plan} | {counts} | {units} | {shown(row.one)} | {shown(row.ranks)} | {notes} |"
+        )
+    refusals = [f"- [{i}] {reason}" for i, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *refusals, ""] if refusals else [*lines, ""])
+
+
+REFUSED = """
+## Refused with tp 2, and why
+
+These raise before any collective. Pipeline parallelism alone is the way out where tp 1 x pp 4 has a number (four
+processes, as above).
+
+"""
+
+
+def refused(rows: Iterable[Row]) -> str:
+    """The families that don't run with tensor parallelism, each with what it says."""
+    lines = ["| family | tp 1 x pp 4 | with tp 2 |", "|---|---|---|"]
+    for row in rows:
+        alone = row.ranks.get("1x4", "")
+        alone = f"{alone:.0e}" if isinstance(alone, float) else alone and "refused as well"
+        lines.append(f"| {row.name} | {alone} | {row.refused.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(rows: list[Row]) -> str:
+    """docs/zoo.md."""
+    order = {name: i for i, name in enumerate(FAMILIES)}
+    rows = sorted(rows, key=lambda row: order.get(row.name, len(order)))
+    text = HEAD.format(layers=SIZES["num_hidden_layers"]) + table(row for row in rows if not row.refused)
+    left = [row for row in rows if row.refused]
+    return text + REFUSED + refused(left) if left else text
 
 
 def main() -> int:
     """Run the families named on the command line (all by default); write the page."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--out", type=Path, default=None, help="default: docs/zoo.md; - prints the table")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "zoo.md")
+    parser.add_argument(
+        "--rows", type=Path, help="rows are kept here as JSON, and those here already are not run"
+    )
+    parser.add_argument("--all-processes", action="store_true", help="real processes for every family")
+    parser.add_argument("--no-processes", action="store_true", help="for none")
     options = parser.parse_args()
-    rows: list[Row | tuple[str, str]] = []
+    rows: dict[str, Row] = {}
+    if options.rows and options.rows.exists():
+        rows = {row["name"]: Row(**row) for row in map(json.loads, options.rows.read_text().splitlines())}
+    core = {family.name for family in CORE}
     for name in options.families:
-        try:
-            rows.append(run(FAMILIES.get(name, Family(name))))
-        except (ValueError, AssertionError, RuntimeError) as error:
-            rows.append((name, str(error).splitlines()[0][:200]))
-        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    if str(options.out) == "-":
-        print(table(rows))
-    else:
-        out = options.out or Path(__file__).parents[1] / "docs" / "zoo.md"
-        out.write_text(HEAD.format(layers=SIZES["num_hidden_layers"]) + table(rows))
+        if name not in rows:
+            rows[name] = measure(FAMILIES.get(name, Family(name)))
+        row = rows[name]
+        if options.all_processes or (not options.no_processes and (name in core or row.refused)):
+            add_ranks(row)
+        print(row, file=sys.stderr, flush=True)
+        if options.rows:
+            options.rows.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows.values()))
+    options.out.write_text(page(list(rows.values())))
     return 0
 
 
