@@ -29,10 +29,10 @@ from fxbraid.simulate.block import time_block
 from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
 
 from . import lockstep, zoo
+from .families import FAMILIES, make
 from .parity import KeepDouble, make_batches
 from .test_zoo import PLAN, Blocks
 from .tiny import batch, context, lower, qwen2
-from .zoo import FAMILIES
 
 LAYERS = 2
 
@@ -65,7 +65,7 @@ def count(lowered: Lowered) -> Mapping[tuple[str, Any], int]:
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi3", "gpt_neox"])
 def test_a_gather_and_a_scatter_in_place_of_each_all_reduce(name: str) -> None:
     family = FAMILIES[name]
-    found = count(step(zoo.make(family), vocab_parallel=False).lowered)
+    found = count(step(make(family), vocab_parallel=False).lowered)
     regions = family.collectives * LAYERS
     # The embedding and the head are whole on every rank: all tokens come together once more, before the head.
     assert found == {
@@ -77,14 +77,14 @@ def test_a_gather_and_a_scatter_in_place_of_each_all_reduce(name: str) -> None:
 
 
 def test_a_cut_vocabulary_scatters_its_embedding_and_gathers_for_its_head() -> None:
-    found = count(step(zoo.make(FAMILIES["llama"]), vocab_parallel=True).lowered)
+    found = count(step(make(FAMILIES["llama"]), vocab_parallel=True).lowered)
     loss = {("F", TP_REDUCE): 1, ("F", TP_MAX): 1}
     halves = {(phase, mark): 2 * LAYERS + 1 for phase in "FI" for mark in (TP_GATHER, TP_SCATTER)}
     assert found == halves | loss
 
 
 def test_four_ranks_gather_again_what_w_reads() -> None:
-    found = count(step(zoo.make(FAMILIES["qwen3"]), tp=4, n_chunks=1, regather=True).lowered)
+    found = count(step(make(FAMILIES["qwen3"]), tp=4, n_chunks=1, regather=True).lowered)
     assert found["W", TP_GATHER] == 2 * LAYERS + 1  # a layer's two regions, and the head
 
 
@@ -95,12 +95,12 @@ def test_four_ranks_gather_again_what_w_reads() -> None:
 @pytest.mark.parametrize(("tp", "n_chunks"), [(2, 2), (4, 1)])
 def test_families(name: str, tp: int, n_chunks: int) -> None:
     for again in (False, True):
-        step(zoo.make(FAMILIES[name]), tp=tp, n_chunks=n_chunks, regather=again)
+        step(make(FAMILIES[name]), tp=tp, n_chunks=n_chunks, regather=again)
 
 
 def test_a_plan_that_leaves_attention_whole() -> None:
     """It needs all tokens on every rank, and the residual this rank's part of what it gives."""
-    found = count(step(zoo.make(FAMILIES["deepseek_v3"]), vocab_parallel=False).lowered)
+    found = count(step(make(FAMILIES["deepseek_v3"]), vocab_parallel=False).lowered)
     assert found["F", TP_GATHER] > found["F", TP_SCATTER] and not found.get(("F", TP_REDUCE))
 
 
