@@ -173,6 +173,8 @@ class _Builder:
         for position, (s, u) in enumerate(order):
             for line, unit in ((self.lines[a], self.lines[a].units[b]) for a, b in fetches.get(position, ())):
                 for gather in fetched(line.chunk, unit):
+                    if gather in line.env or gather in line.pending:
+                        continue  # another unit of W reads it as well
                     self._launch(line, unit, line.chunk.resolve(gather.args[0]), gather)  # type: ignore[arg-type]
             self._run(self.lines[s], self.lines[s].units[u])
         outputs: list[list[str]] = []
