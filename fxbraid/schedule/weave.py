@@ -57,10 +57,11 @@ class Strand:
 
     @property
     def bridged(self) -> bool:
-        """Does it go from collective to collective over units that hide nothing (sequence parallelism: a norm between
-        a reduce-scatter and an all-gather)?
+        """Does every other collective follow a unit that hides nothing (sequence parallelism: a norm between a
+        reduce-scatter and an all-gather)? A lookup or a loss that ends with one makes no such strand.
         """
-        return sum(launch and not heavy for launch, heavy in zip(self.launches, self.heavy, strict=True)) > 1
+        light = sum(launch and not heavy for launch, heavy in zip(self.launches, self.heavy, strict=True))
+        return light > 1 and light >= sum(self.launches) - light - 1
 
     def segments(self) -> list[list[int]]:
         """Runs of units that end with a collective, and between bridges with any unit that can hide one; the last one
