@@ -132,6 +132,7 @@ MORE = (
     family("deepseek_v32", **_COMPRESSED),
     Family("deepseek_v4", 1, remark=_EXPERTS_ALONE),
     Family("diffllama", 1),
+    Family("doge"),
     Family("dots1"),
     Family("ernie4_5"),
     Family("ernie4_5_moe"),

@@ -17,7 +17,7 @@ from fxbraid.bench.vocab import Sizes, measure, table
 from fxbraid.passes.errors import BraidError, PlanError
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.layout import ParamShard
-from fxbraid.passes.loss_shards import SHARD_STATS
+from fxbraid.passes.loss_shards import SHARD_GRAD, SHARD_STATS, plain_grad, plain_stats
 from fxbraid.passes.marks import COLLECTIVES, TP_MAX
 from fxbraid.passes.pipeline import Lowered
 
@@ -378,6 +378,26 @@ def test_the_kernels_in_tritons_interpreter() -> None:
         [sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0 and "as the plain operators" in run.stdout, run.stderr[-3000:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_kernels_on_a_gpu(dtype: torch.dtype) -> None:
+    """More than one pass of the loop over a padded shard, against the plain operators on the host."""
+    vocab, tp, tokens = 20001, 2, 33
+    columns = -(-vocab // tp)
+    logits = (torch.randn(tokens, columns) * 5).to(dtype)
+    labels, rank = torch.randint(0, vocab, (tokens,)), torch.tensor([1])
+    labels[3] = -100
+    wanted = plain_stats(logits, labels, rank, vocab, True)
+    grads = torch.randn_like(wanted)
+    there = [t.cuda() for t in (logits, labels, rank)]
+    rough = 1e-12 if dtype is torch.float64 else 1e-4
+    assert torch.allclose(SHARD_STATS(*there, vocab, True).cpu(), wanted, rtol=rough, atol=rough)
+    got = SHARD_GRAD(*there, vocab, wanted.cuda(), grads.cuda()).cpu()
+    wide = 2**-7 if dtype is torch.bfloat16 else rough
+    plain = plain_grad(logits, labels, rank, vocab, wanted, grads)
+    assert torch.allclose(got.double(), plain.double(), rtol=wide, atol=rough)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
