@@ -68,6 +68,9 @@ def bench(
     arithmetic: Annotated[
         bool, typer.Option("--arithmetic/--timing-only", help="Compute the numbers, or only their times.")
     ] = True,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="fxbraid's engines with sequence parallelism.")
+    ] = False,
     repeat: Annotated[
         int | None,
         typer.Option("--repeat", "--steps", help="Timed rounds, a step of each schedule (10; virtual: 2)."),
@@ -129,6 +132,7 @@ def bench(
                 ratio=ratio,
                 clock=clock,
                 arithmetic=arithmetic,
+                sequence_parallel=sequence_parallel,
             )
             good = run_bench(config, console, outputs, timeout)
     except ConfigError as error:

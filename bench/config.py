@@ -44,7 +44,7 @@ class BenchConfig:
     unit its time on the device clock, by ``times``; unit_ms: of the mean attention or MLP forward. ratio: T_AR / T_F
     of every chunk, sets the TP link (``link`` is then for messages alone). clock: of the emulation (None: virtual
     where compute is modelled, else wall). arithmetic: False leaves the numbers out (timing only). steps: timed rounds,
-    one step of every schedule in each.
+    one step of every schedule in each. sequence_parallel: of fxbraid's engines.
     """
 
     model: str = "qwen2-tiny"
@@ -67,6 +67,7 @@ class BenchConfig:
     ratio: float | None = None
     clock: str | None = None
     arithmetic: bool = True
+    sequence_parallel: bool = False
 
     @property
     def world_size(self) -> int:
@@ -141,6 +142,7 @@ def check_config(config: BenchConfig) -> None:
     if not config.schedules:
         raise ConfigError(f"--schedules names none; give some of {', '.join(DEFAULT_SCHEDULES)}")
     _check_emulation(config)
+    _check_sequence(config)
     try:
         hf = config.hf()
     except (ValueError, OSError) as error:
@@ -157,6 +159,21 @@ def check_config(config: BenchConfig) -> None:
         raise ConfigError(f"--schedules: {error}") from error
     for entry in entries:
         _check_entry(config, entry, int(hf.num_hidden_layers))
+
+
+def _check_sequence(config: BenchConfig) -> None:
+    if not config.sequence_parallel:
+        return
+    if config.seq % config.tp:
+        raise ConfigError(
+            f"--sequence-parallel cuts the {config.seq} tokens of --seq into --tp {config.tp} equal parts; use --seq "
+            f"{config.seq + config.tp - config.seq % config.tp}"
+        )
+    if config.modelled:
+        raise ConfigError(
+            "--sequence-parallel has units of its own (norms, and regions in two halves), whose times --compute "
+            "modelled does not know; use --compute real, or `fxbraid simulate --sequence-parallel`"
+        )
 
 
 def _check_emulation(config: BenchConfig) -> None:

@@ -201,6 +201,10 @@ class Workshop:
                 n_microbatches=made.m,
                 schedule=made,
                 compile="unit" if self._config.compile else False,
+                sequence_parallel=self._config.sequence_parallel,
+                # Whole on every TP rank, as in torch's stages, and two collectives per layer and no other: what the
+                # bounds and the ratios of the benchmark are about (``bench.vocab`` is about the vocabulary).
+                vocab_parallel=False,
                 split=[len(part) for part in split_layers(layers, made.n_chunks)]
                 if self._times is not None
                 else "auto",

@@ -26,9 +26,9 @@ from torch import Tensor, fx, nn
 import fxbraid
 from fxbraid import compat
 from fxbraid.model import BraidedModel
-from fxbraid.passes.block import ALL_REDUCE
 from fxbraid.passes.compile import Artefact, Artefacts
 from fxbraid.passes.joint import Phase
+from fxbraid.passes.launches import LAUNCHES
 from fxbraid.passes.products import SumArtefact, products
 from fxbraid.passes.units import Unit
 from fxbraid.runtime.launch import launch
@@ -171,7 +171,7 @@ def measure(tp: int, pp: int, layers: int, m: int, repeats: int) -> Overhead:
         pp=pp,
         units=count,
         heavy=sum(unit.matmuls > 0 for unit in calls),
-        launches=sum(node.target is ALL_REDUCE for graph in graphs for node in graph.nodes),
+        launches=sum(node.target in LAUNCHES for graph in graphs for node in graph.nodes),
         messages=sum(isinstance(n.meta.get("instruction"), Arrive) for n in engine.program.graph.nodes),
         unit_us=statistics.median(unit),
         low_us=low,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +42,9 @@ def braid(
     max_programs: int = 8,
     order: Order | None = None,
     max_live: int | None = None,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+    vocab_parallel: bool | Literal["auto"] = "auto",
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
 
@@ -55,7 +58,8 @@ def braid(
         n_microbatches: m, micro-batches per step.
         schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`; "auto" measures this
             model on this machine and takes the fastest of all named schedules and of those that a search makes.
-        tp_plan: "auto" (the model's own plan) or a dict of module patterns to "colwise" | "rowwise" | "replicated".
+        tp_plan: "auto" (the model's own plan; where it has none, one that follows from its graph, which ``report()``
+            shows), or a dict of module patterns to styles of transformers ("colwise", "rowwise", "replicated", ...).
         split: "auto" (layers per chunk balanced by FLOPs, embedding and head included), or the layers of each chunk.
         compile: "unit" (Inductor, one artefact per distinct unit), "block" (Inductor on whole blocks, with launches and
             waits pinned; docs/compile.md) or False (eager).
@@ -63,13 +67,22 @@ def braid(
         collectives: "overlap"; "blocking" waits right behind each launch, in the same order of units and with the same
             results; "free" leaves them out, for timing only: losses and gradients are then wrong, and everything that
             reports such a model says so. Default: "overlap", or "blocking" where ``braided`` is False.
-        reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit.
+        reproducible: add up gradients in micro-batch order under any schedule, so that any two agree to the bit (those
+            of a parameter that several layers read: any two with the same number of chunks).
         loss_reduction: "auto" finds the mean cross entropy; "sum" or "mean" say what another loss is.
         max_programs: how many batch signatures may be traced before another one is refused.
         order: of units inside a block. "paper"; "costs" measures units and links (:func:`fxbraid.profile`), orders by
             them and leaves braiding out where it would not pay; a profile, or seconds by unit key, does the same with
             those. Default: "costs" for ``schedule="auto"``, else "paper". ``report()`` says what was chosen and why.
+        vocab_parallel: cut embedding and LM head over the vocabulary, and compute the loss without whole logits
+            (docs/vocab.md). "auto": where the traced model shows that it can be done, and ``report()`` says what stays
+            whole and why; True: or raise; False: both are whole on every TP rank.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
+        sequence_parallel: cut what tensor parallelism leaves whole (norms, residuals, messages) into tokens: a
+            reduce-scatter and an all-gather in place of each all-reduce, as many bytes, and 1/tp_size of those
+            activations (Korthikanti et al. 2022; docs/sequence_parallel.md). tp_size must divide the tokens.
+        regather: with ``sequence_parallel``, W gathers the inputs of column-parallel linears again, which then are
+            kept as this rank's tokens alone; False keeps what F gathered.
 
     Raises:
         fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
@@ -109,6 +122,9 @@ def braid(
         order=order,
         reproducible=reproducible,
         max_live=max_live,
+        sequence_parallel=sequence_parallel,
+        regather=regather,
+        vocab_parallel=vocab_parallel,
     )
     return BraidedModel(model, example_batch, mesh, chosen, options)
 
@@ -156,6 +172,11 @@ def _checked(
         raise BraidError(
             'braided=False waits for every collective at once, and collectives="overlap" wants them to overlap; leave '
             "one of them out"
+        )
+    if asked["regather"] and not asked["sequence_parallel"]:
+        raise BraidError(
+            "regather=True gathers again what sequence_parallel=True has cut, and here nothing is cut; pass both, or "
+            "neither"
         )
     if any(p.is_meta for p in model.parameters()):
         raise BraidError(

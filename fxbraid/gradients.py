@@ -1,4 +1,11 @@
-"""This rank's gradients beyond one chunk's sums: parameters with several uses, and the norm over all ranks."""
+"""This rank's gradients beyond one chunk's sums: parts of other tensor-parallel ranks, parameters with several
+uses, and the norm over all ranks.
+
+A parameter that is whole on every tensor-parallel rank but read on each one's own features (a norm over heads, a
+router, a key-value head that several ranks hold) has on each rank the part of its gradient that comes from there.
+The parts are summed once per step, all in one message: what each rank sends is gathered, and every rank adds it up
+in rank order, so that the sum of a parameter does not depend on what else is in the message.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .passes.errors import BraidError
+from .passes.layout import Piece
 from .passes.pipeline import Lowered
 from .runtime.mesh import Mesh
 from .runtime.unit import GradSlot, accumulate
 from .schedule import Schedule
+
+#: Elements of a message of :func:`sum_in_rank_order`, of which every rank holds its group's at once.
+LARGEST = 2**24
 
 #: parameter -> where it is read: (chunk, name there), in chunk order
 Uses = Mapping[str, Sequence[tuple[int, str]]]
 
 
 class Gradients:
-    """The gradient slots of this rank's chunks, the ties between them, and clipping.
+    """The gradient slots of this rank's chunks, what is summed at the end of a step, and clipping.
 
     ``slots[chunk][name]``: where the W units of a chunk add up a parameter's gradient. Making one is collective
-    over all ranks where parameters are tied across them.
+    over all ranks where parameters are tied across them or rows are shared between some of a TP group.
     """
 
     def __init__(
@@ -38,30 +49,69 @@ class Gradients:
             name: mesh.tie_group(self._place.rank_of(chunk) for chunk, _ in uses[name]) for name in self._tied
         }
 
+        self._canonical = lowered.canonical
+        shared = {p.parts for s in self._plan.params.values() for p in s.pieces(0)} - {self._plan.tp_size}
+        #: by number of parts: the ranks that hold the same rows; 1 is the whole TP group
+        self._sharers = {parts: mesh.share_group(parts) for parts in sorted(shared | {1})}
+
     def forget(self) -> None:
         """Drop the sums of a step that an exception cut short."""
         for slots in self.slots.values():
             for slot in slots.values():
                 slot.total = None
 
-    def combine_ties(self) -> None:
-        """Sum a tied parameter's gradients over its uses, here and on other ranks."""
+    def finish(self) -> None:
+        """At the end of a step: sum the parts of a TP group, then a tied parameter's uses, into ``.grad``."""
+        self._sum_parts()
         for name in self._tied:
-            here = [self.slots[c][alias] for c, alias in self._uses[name] if c in self.slots]
-            if not here or not here[0].parameter.requires_grad:
-                continue
-            total: Tensor | None = None
-            for slot in here:
-                if slot.total is not None:
-                    total = slot.total if total is None else total + slot.total
+            self._combine(name)
+        for _, slot in self._ordered():
+            if slot.total is not None:
+                accumulate(slot.parameter, slot.total)
                 slot.total = None
-            if total is None:
-                total = torch.zeros_like(here[0].parameter)
-            group = self._groups[name]
+
+    def _ordered(self) -> list[tuple[str, GradSlot]]:
+        """Every slot with its parameter's name there, in an order that is the same on all ranks of a TP group."""
+        return [
+            (name, slots[name])
+            for chunk in sorted(self.slots)
+            for slots in (self.slots[chunk],)
+            for name in sorted(slots)
+        ]
+
+    def _sum_parts(self) -> None:
+        parts: dict[int, list[Tensor]] = {}
+        for name, slot in self._ordered():
+            if slot.total is None:
+                continue
+            shard = self._plan.params[self._canonical[name]]
+            if name in self._plan.partial:
+                parts.setdefault(1, []).append(slot.total)
+            for piece in shard.pieces(self._mesh.tp_rank):
+                if piece.parts < self._plan.tp_size:
+                    parts.setdefault(piece.parts, []).append(_rows(slot.total, shard.dim, piece))
+        for count in sorted(parts):
+            group = self._sharers[count]
             if group is not None:
-                total = total.contiguous()
-                dist.all_reduce(total, group=group)
-            accumulate(here[0].parameter, total)
+                sum_in_rank_order(parts[count], group)
+
+    def _combine(self, name: str) -> None:
+        """Sum a tied parameter's gradients over its uses, here and on other ranks."""
+        here = [self.slots[c][alias] for c, alias in self._uses[name] if c in self.slots]
+        if not here or not here[0].parameter.requires_grad:
+            return
+        total: Tensor | None = None
+        for slot in here:
+            if slot.total is not None:
+                total = slot.total if total is None else total + slot.total
+            slot.total = None
+        if total is None:
+            total = torch.zeros_like(here[0].parameter)
+        group = self._groups[name]
+        if group is not None:
+            total = total.contiguous()
+            dist.all_reduce(total, group=group)
+        accumulate(here[0].parameter, total)
 
     def clip(
         self,
@@ -86,33 +136,73 @@ class Gradients:
         return norm
 
     def _norm(self, parameters: Sequence[tuple[str, nn.Parameter]], norm_type: float) -> Tensor:
+        """Over the whole model. What each parameter and TP rank adds to it has a place of its own, and the places are
+        added up in the plan's order: to the bit the same however chunks lie over the ranks."""
         infinite = math.isinf(norm_type)
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        place = {name: i for i, name in enumerate(self._plan.params)}
+        terms = torch.zeros(len(place), self._mesh.tp_size, dtype=torch.float64, device=self._mesh.device)
         for name, parameter in parameters:
-            grad = parameter.grad
-            if grad is None or not self._counts(name):
-                continue
-            if infinite:
-                total = torch.maximum(total, grad.abs().max().double())
-            else:
-                total = total + torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
+            for grad in self._counted(name, parameter):
+                term = terms[place[name], self._mesh.tp_rank]
+                if infinite:
+                    torch.maximum(term, grad.abs().max().double(), out=term)
+                else:
+                    term += torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
         if self._mesh.model_group is not None:
             operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, operation, group=self._mesh.model_group)
-        return total if infinite else total ** (1.0 / norm_type)
+            dist.all_reduce(terms, operation, group=self._mesh.model_group)
+        return terms.max() if infinite else terms.sum() ** (1.0 / norm_type)
 
-    def _counts(self, name: str) -> bool:
-        """Does this rank count the parameter in a norm over the model?"""
-        if self._plan.params[name].dim is None and self._mesh.tp_rank != 0:
-            return False
+    def _counted(self, name: str, parameter: nn.Parameter) -> list[Tensor]:
+        """What of the parameter's gradient this rank counts in a norm over the model: each row counts once."""
+        grad = parameter.grad
         where = self._uses.get(name, [])
-        return len(where) < 2 or self._mesh.pp_rank == min(self._place.rank_of(chunk) for chunk, _ in where)
+        if grad is None or (
+            len(where) > 1 and self._mesh.pp_rank != min(self._place.rank_of(chunk) for chunk, _ in where)
+        ):
+            return []
+        shard = self._plan.params[name]
+        if shard.dim is None:
+            return [grad] if self._mesh.tp_rank == 0 else []
+        if not shard.shared:
+            return [grad]
+        return [_rows(grad, shard.dim, piece) for piece in shard.pieces(self._mesh.tp_rank) if piece.first]
+
+
+def _rows(tensor: Tensor, dim: int | None, piece: Piece) -> Tensor:
+    """A view of the rows of ``piece`` in a local tensor."""
+    return tensor.narrow(dim or 0, piece.local, piece.length)
+
+
+def sum_in_rank_order(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by its sum over ``group``, added up in rank order; one gather per dtype, in pieces of at most
+    ``LARGEST`` elements (an embedding's gradient may be a part). Collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for _, same in sorted(by_dtype.items(), key=lambda item: str(item[0])):
+        mine = torch.cat([t.reshape(-1) for t in same])
+        for piece in mine.split(LARGEST):
+            gathered = piece.new_empty(group.size() * piece.numel())
+            dist.all_gather_into_tensor(gathered, piece, group=group)
+            total, *others = gathered.chunk(group.size())
+            for part in others:
+                total.add_(part)
+            piece.copy_(total)
+        for tensor, value in zip(same, mine.split([t.numel() for t in same]), strict=True):
+            tensor.copy_(value.view(tensor.shape))
 
 
 def _slots(lowered: Lowered, uses: Uses, state: Mapping[str, Tensor]) -> dict[int, dict[str, GradSlot]]:
+    plan = lowered.plan
+
+    def summed_later(name: str) -> bool:
+        first = lowered.canonical[name]
+        return len(uses[first]) > 1 or name in plan.partial or plan.params[first].shared
+
     return {
         index: {
-            name: GradSlot(parameter, shared=len(uses[lowered.canonical[name]]) > 1)
+            name: GradSlot(parameter, shared=summed_later(name))
             for name in lowered.partition.chunks[index].params
             if isinstance(parameter := state[name], nn.Parameter)
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
 from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
+from .passes.settle import TP_RANK
 from .passes.shard import TpPlan
 from .report import Report, make_report
 from .runtime.costs import CollectiveTime, profile, workload
@@ -51,6 +52,9 @@ class Options:
     order: Order = "paper"
     reproducible: bool = False
     max_live: int | None = None
+    sequence_parallel: bool = False
+    regather: bool = False
+    vocab_parallel: bool | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class BraidedModel(nn.Module):
         self.__dict__["_source"] = skeleton(model)
         self._split: str | Sequence[int] = options.split
         self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
+        #: once it is known: the parameters that are cut over the vocabulary, in every trace
+        self._vocabulary: tuple[str, ...] | None = None
         self._decision: Decision | None = None
         if schedule is None or options.order != "paper":
             self._decision = self._decide(example_batch, schedule)
@@ -96,6 +102,7 @@ class BraidedModel(nn.Module):
             lowered = self._decision.lowered
         else:
             lowered = self._lower(example_batch, training=model.training)
+        self._vocabulary = tuple(sorted(lowered.vocabulary))
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
@@ -141,7 +148,7 @@ class BraidedModel(nn.Module):
         recording = record(engine, inputs) if recorded else None
         results = recording.results if recording is not None else engine.run(inputs)
         self._last = engine
-        self._gradients.combine_ties()
+        self._gradients.finish()
         loss = self._share(self._total([values[0] for values in results]))
         self._observed = observed(
             begun, batch, self._options.collectives, recording, ordered_by=self._ordered_by
@@ -344,7 +351,10 @@ class BraidedModel(nn.Module):
             tp_plan=self._options.tp_plan,
             split_layers=self._split,
             loss_reduction=self._options.loss_reduction,
+            vocab_parallel=self._options.vocab_parallel if self._vocabulary is None else self._vocabulary,
             training=training,
+            sequence_parallel=self._options.sequence_parallel,
+            regather=self._options.regather,
             device=self._mesh.device,
         )
 
@@ -382,14 +392,16 @@ class BraidedModel(nn.Module):
         return self._engines[key]
 
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        micro = batches.split(batches.move(batch, self._mesh.device), self._options.n_microbatches)
+        m = self._options.n_microbatches
+        engine.lowered.checks.check(batch, lambda: batches.split(batch, m))
+        micro = batches.split(batches.move(batch, self._mesh.device), m)
         inputs: dict[str, list[Any]] = {
             name: values for name, values in micro.items() if isinstance(values[0], Tensor)
         }
         lowered = engine.lowered
         if lowered.counts and engine.has_last:
             for name, total in zip(lowered.counts, self._count(lowered, inputs), strict=True):
-                inputs[name] = [total.to(engine.one.dtype)] * self._options.n_microbatches
+                inputs[name] = [total.to(engine.one.dtype)] * m
         return inputs
 
     def _count(self, lowered: Lowered, inputs: Mapping[str, list[Tensor]]) -> list[Tensor]:
@@ -461,7 +473,7 @@ class BraidedModel(nn.Module):
         """Copy this rank's shards out of ``model`` and register them under their names."""
         here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
         full = dict(model.named_parameters())
-        state: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {TP_RANK: torch.tensor([self._mesh.tp_rank], device=self._mesh.device)}
         for name, names in aliases(model).items():
             # A parameter that the loss does not read stays with the first chunk, so that nothing is lost.
             users = {chunk for chunk, _ in self._uses.get(name, [(0, name)])}

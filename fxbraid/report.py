@@ -10,7 +10,7 @@ from .metrics import StepMetrics
 from .passes.block import TIMING_ONLY, Collectives
 from .passes.cost import nbytes
 from .passes.joint import Phase
-from .passes.marks import is_collective
+from .passes.marks import COLLECTIVES
 from .plan.choose import Choice
 from .runtime.engine import Engine
 from .runtime.mesh import Mesh
@@ -35,7 +35,7 @@ class ChunkReport:
     index: int
     layers: range
     units: dict[str, int]
-    collectives: dict[str, int]
+    collectives: dict[str, dict[str, int]]
     matmuls: dict[str, int]
     saved_bytes: int
     handed_bytes: int
@@ -71,7 +71,7 @@ class Report:
         ]
         for chunk in self.chunks:
             phases = "; ".join(
-                f"{p}: {chunk.units[p]} units, {chunk.matmuls[p]} matmuls, {chunk.collectives[p]} all-reduces"
+                f"{p}: {chunk.units[p]} units, {chunk.matmuls[p]} matmuls, {_collectives(chunk.collectives[p])}"
                 for p in chunk.units
             )
             lines.append(
@@ -81,6 +81,10 @@ class Report:
         if self.last_step is not None:
             lines.append(str(self.last_step))
         return "\n".join([*lines, *self.notes])
+
+
+def _collectives(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}s" for name, count in counts.items()) or "0 all-reduces"
 
 
 def make_report(
@@ -108,8 +112,13 @@ def make_report(
                 layers=joint.chunk.layers,
                 units={p.value: len(chunk.units[p]) for p in phases},
                 collectives={
-                    p.value: sum(is_collective(n) and q is p for n, q in joint.phase.items())
-                    * (mesh.tp_size > 1)
+                    p.value: dict(
+                        Counter(
+                            COLLECTIVES[n.target]
+                            for n, q in joint.phase.items()
+                            if q is p and chunk.is_collective(n)
+                        )
+                    )
                     for p in phases
                 },
                 matmuls={p.value: sum(unit.matmuls for unit in chunk.units[p]) for p in phases},

@@ -37,7 +37,6 @@ behind the last unit that reads it and not at the block's end.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -48,15 +47,12 @@ from torch import fx, nn
 from ..schedule import Action
 from ..schedule import Phase as Do
 from ..schedule.listorder import CostOrder
-from ..schedule.weave import Strand, weave
-from .boxes import Lines, box_calls
-from .cost import nbytes
+from ..schedule.weave import Strand, fetch_points, weave
+from .boxes import Lines, box_calls, unpack_tuples
+from .cost import reduce_bytes
 from .joint import Phase
-from .marks import MARKS, is_collective
+from .launches import WAIT, call_of, ends_with_mark, fetched, launched, left_out
 from .units import ChunkUnits, Unit
-
-ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 Collectives = Literal["overlap", "blocking", "free"]
 COLLECTIVES: tuple[str, ...] = get_args(Collectives)
@@ -93,7 +89,8 @@ class BlockContext:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What ``node.meta["launch"]`` of an all-reduce says: behind which unit it goes out, and how large it is."""
+    """What ``node.meta["launch"]`` of a collective says: behind which unit it goes out, and how large it is: bytes of
+    the all-reduce that moves as much (:func:`passes.cost.reduce_bytes`)."""
 
     unit: Unit
     nbytes: int
@@ -171,7 +168,14 @@ class _Builder:
     def build(self) -> Block:
         for i, action in enumerate(self.parts):
             self._open(i, action)
-        for s, u in self._order():
+        order = self._order()
+        fetches = fetch_points(self._strands(), order)
+        for position, (s, u) in enumerate(order):
+            for line, unit in ((self.lines[a], self.lines[a].units[b]) for a, b in fetches.get(position, ())):
+                for gather in fetched(line.chunk, unit):
+                    if gather in line.env or gather in line.pending:
+                        continue  # another unit of W reads it as well
+                    self._launch(line, unit, line.chunk.resolve(gather.args[0]), gather)  # type: ignore[arg-type]
             self._run(self.lines[s], self.lines[s].units[u])
         outputs: list[list[str]] = []
         values: list[Any] = []
@@ -235,18 +239,22 @@ class _Builder:
 
     # -- order
 
-    def _order(self) -> list[tuple[int, int]]:
+    def _strands(self) -> list[Strand]:
         own = {i for i, a in enumerate(self.parts) if a.phase is Do.B}
-        strands = [
+        return [
             Strand(
                 phase=line.phase.value,
                 launches=tuple(ends_with_mark(line.chunk, unit) for unit in line.units),
                 heavy=tuple(unit.matmuls > 0 for unit in line.units),
                 depth=tuple(unit.index for unit in line.units),
                 own=line.phase is Phase.W and line.part in own,
+                fetches=tuple(bool(fetched(line.chunk, unit)) for unit in line.units),
             )
             for line in self.lines
         ]
+
+    def _order(self) -> list[tuple[int, int]]:
+        strands = self._strands()
         order = self.context.order
         if order is None:
             return weave(strands)
@@ -264,9 +272,8 @@ class _Builder:
         for k, out in enumerate(values):
             line.env[out] = self._item(call, k, f"{unit.label}_{k}")
         for out in unit.outs:
-            for user in _readers(line.chunk, out):
-                if line.chunk.is_collective(user):
-                    self._launch(line, unit, out, user)
+            for user in launched(line.chunk, unit, out):
+                self._launch(line, unit, out, user)
         self._send(line)
 
     def _call(self, name: str, args: tuple[fx.Node, ...]) -> fx.Node:
@@ -274,17 +281,15 @@ class _Builder:
         return self.graph.create_node("call_module", name, args, {}, name=name)
 
     def _launch(self, line: _Line, unit: Unit, source: fx.Node, collective: fx.Node) -> None:
+        value, group = line.env[source], self.context.tp_group
         if self.context.collectives == "free":
-            line.env[collective] = line.env[source]
+            line.env[collective] = left_out(collective, value)
             return
-        launch = self.graph.create_node(
-            "call_function",
-            ALL_REDUCE,
-            (line.env[source], "sum", self.context.tp_group),
-            {},
-            name=f"launch_{unit.label}",
-        )
-        launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, nbytes(collective.meta["val"]))
+        target, args = call_of(collective, value, line.chunk.tp_size, group)
+        launch = self.graph.create_node("call_function", target, args, {}, name=f"launch_{unit.label}")
+        launch.meta["part"], launch.meta["launch"] = line.part, Launch(unit, reduce_bytes(collective))
+        launch.meta["val"] = collective.meta["val"]
+        launch.meta["taken"] = collective.args[0].meta["val"]  # type: ignore[union-attr]
         line.pending[collective] = launch
         if self.context.collectives == "blocking":
             self._value(line, collective)
@@ -342,58 +347,8 @@ class _Builder:
         return names, values
 
 
-def ends_with_mark(chunk: ChunkUnits, unit: Unit) -> bool:
-    """Does the unit end with a TP mark? Also where tp_size is 1, so that the order does not depend on it."""
-    return any(is_collective(user) for out in unit.outs for user in _readers(chunk, out))
-
-
-def _readers(chunk: ChunkUnits, node: fx.Node) -> list[fx.Node]:
-    """Users of ``node``, and what lies behind marks that do nothing."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        found.append(user)
-        if user.target in MARKS and not chunk.is_collective(user):
-            found += _readers(chunk, user)
-    return found
-
-
 def _root(modules: Mapping[str, nn.Module]) -> nn.Module:
     root = nn.Module()
     for name, module in modules.items():
         root.add_module(name, module)
     return root
-
-
-_CALL = re.compile(r"^(\w+) = (.+)$")
-_ITEM = re.compile(r"^(\w+) = (\w+)\[(\d+)\](?:;  (?:\w+ = )+None)?$")
-
-
-def unpack_tuples(body: list[str]) -> list[str]:
-    """Print ``[a, b] = self.unit(x)`` for a call that is followed by one line per result.
-
-    A transformer for ``fx.Graph.on_generate_code``: it changes how the code reads, not what it does.
-    """
-    text = "".join(line for line in body if not line.startswith("# COUNTER"))
-    lines = [line for line in text.splitlines() if line.strip()]
-    result: list[str] = []
-    i = 0
-    while i < len(lines):
-        head = _CALL.match(lines[i])
-        items: list[str] = []
-        while head and (item := _ITEM.match(lines[i + 1 + len(items)])) and item[2] == head[1]:
-            if int(item[3]) != len(items):
-                break
-            items.append(item[1])
-            if _frees(lines[i + len(items)], head[1]):
-                break
-        if head and items and _frees(lines[i + len(items)], head[1]):
-            result.append(f"[{', '.join(items)}] = {head[2]}\n")
-            i += 1 + len(items)
-        else:
-            result.append(lines[i] + "\n")
-            i += 1
-    return result
-
-
-def _frees(line: str, name: str) -> bool:
-    return name in re.findall(r"(\w+) = ", line.partition(";")[2])

@@ -43,3 +43,38 @@ def _boxed(line: str, units: Collection[str]) -> list[str]:
 
 def _free(names: list[str]) -> str:
     return f";  {' = '.join(names)} = None" if names else ""
+
+
+_RESULTS = re.compile(r"^(\w+) = (.+)$")
+_ITEM = re.compile(r"^(\w+) = (\w+)\[(\d+)\](?:;  (?:\w+ = )+None)?$")
+
+
+def unpack_tuples(body: list[str]) -> list[str]:
+    """Print ``[a, b] = self.unit(x)`` for a call that is followed by one line per result.
+
+    A transformer for ``fx.Graph.on_generate_code``: it changes how the code reads, not what it does.
+    """
+    text = "".join(line for line in body if not line.startswith("# COUNTER"))
+    lines = [line for line in text.splitlines() if line.strip()]
+    result: list[str] = []
+    i = 0
+    while i < len(lines):
+        head = _RESULTS.match(lines[i])
+        items: list[str] = []
+        while head and (item := _ITEM.match(lines[i + 1 + len(items)])) and item[2] == head[1]:
+            if int(item[3]) != len(items):
+                break
+            items.append(item[1])
+            if _frees(lines[i + len(items)], head[1]):
+                break
+        if head and items and _frees(lines[i + len(items)], head[1]):
+            result.append(f"[{', '.join(items)}] = {head[2]}\n")
+            i += 1 + len(items)
+        else:
+            result.append(lines[i] + "\n")
+            i += 1
+    return result
+
+
+def _frees(line: str, name: str) -> bool:
+    return name in re.findall(r"(\w+) = ", line.partition(";")[2])

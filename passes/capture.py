@@ -139,7 +139,7 @@ def _where_it_stops(module: nn.Module) -> Iterator[list[str]]:
 def _explain(module: nn.Module, error: Exception, stack: list[str]) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "/fxbraid/" not in f.filename]
-    own = [f for f in own if f.filename != __file__]
+    own = [f for f in own if f.filename != __file__ and f.name != "__torch_function__"]
     where = stack[-1] if stack and stack[-1] else type(module).__name__
     line = f' at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}: "{own[-1].line}"' if own else ""
     cause = str(error).strip().splitlines()
@@ -226,7 +226,16 @@ def _copy_body(
             env[node] = _copy_region(source, node, graph, env)
         else:
             _refuse_dropout(node)
-            env[node] = graph.node_copy(node, env.__getitem__)  # type: ignore[arg-type]
+            if getattr(node.target, "_opname", "") == "dropout":  # it does nothing: see above
+                env[node] = env[node.args[0]]  # type: ignore[index]
+                continue
+            if node.target is torch.ops.aten.copy.default:
+                env[node] = _copied(graph, node, env)
+                continue
+            made = env[node] = graph.node_copy(node, env.__getitem__)  # type: ignore[arg-type]
+            if made.target is torch.ops.aten.view.default:
+                # Attention lays its result out otherwise once gradients are wanted: a copy is then needed.
+                made.target = torch.ops.aten.reshape.default
     results = source.graph.output_node().args[0]
     leaves = results if isinstance(results, list | tuple) else (results,)
     return tuple(env[n] if isinstance(n, fx.Node) else None for n in leaves)  # type: ignore[misc]
@@ -262,6 +271,20 @@ def _copy_region(
     return results
 
 
+def _copied(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, _Value]) -> fx.Node:
+    """What an assignment ``x[...] = y`` becomes in a functional graph is ``copy(x[...], y)``, which has no derivative:
+    it is ``y`` in the shape and type of ``x[...]``."""
+    target, source = (n.meta["val"] for n in node.args[:2])  # type: ignore[union-attr]
+    made: fx.Node = env[node.args[1]]  # type: ignore[index, assignment]
+    if source.shape != target.shape:
+        made = graph.call_function(torch.ops.aten.expand.default, (made, list(target.shape)))
+        made.meta = {**node.meta, "val": source.expand(target.shape)}
+    if source.dtype != target.dtype:
+        made = graph.call_function(torch.ops.aten.to.dtype, (made, target.dtype))
+        made.meta = dict(node.meta)
+    return made
+
+
 def _detached(graph: fx.Graph, value: fx.Node | None) -> fx.Node | None:
     """What leaves a no_grad region carries no gradient back into it."""
     if value is None:
@@ -281,6 +304,7 @@ def _refuse_dropout(node: fx.Node) -> None:
     elif "dropout" in name:
         p = 1.0
     else:
+        _refuse_random(node)
         return
     if p:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -289,6 +313,20 @@ def _refuse_dropout(node: fx.Node) -> None:
             f"module {where!r} uses dropout p={p} in training mode; fxbraid does not support dropout yet "
             "(the random state of a recomputed or reordered micro-batch is not carried): set the dropout "
             "probabilities of the config to 0, or call model.eval() before braid()"
+        )
+
+
+def _refuse_random(node: fx.Node) -> None:
+    """A router that draws lots in training (PhiMoE) would draw other ones on every rank and micro-batch."""
+    if (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+    ):
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        raise UnsupportedError(
+            f"module {stack[-1][0] if stack else 'the model'!r} draws random numbers ({node.target}); fxbraid does not "
+            "carry a random state over ranks and micro-batches yet: switch the noise off in the config, or call "
+            "model.eval() before braid()"
         )
 
 

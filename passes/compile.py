@@ -28,7 +28,7 @@ from ..compat import cache_dir
 from .compile_block import Piece
 from .compile_pin import options
 from .errors import UnsupportedError
-from .joint import Phase
+from .joint import VIEWS, Phase
 from .products import SumArtefact, products
 from .units import Unit
 
@@ -97,8 +97,8 @@ def compile_graph(
     ``options``: of Inductor, beyond its defaults. Raises :class:`UnsupportedError`, which names ``name``.
     """
     inputs: list[Any] = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    if not any(node.op == "call_function" for node in module.graph.nodes):
-        return module.forward
+    if all(node.target in VIEWS for node in module.graph.nodes if node.op == "call_function"):
+        return module.forward  # nothing to compute
     # Ranks on one machine meet the same graph at the same moment: one compiles, the others find it in the cache.
     lock = Path(cache_dir()) / f"fxbraid-{key}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,9 @@ from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from .block import ALL_REDUCE, WAIT, Block, box, unpack_tuples
+from .block import Block, box
+from .boxes import unpack_tuples
+from .launches import ALL_REDUCE, LAUNCHES, WAIT
 from .units import Unit, canonical_key
 
 
@@ -130,9 +132,11 @@ class _Cutter:
             unit = _unit(node)
             if unit is not None:
                 self._inline(run, node, unit)
-            elif node.target in (ALL_REDUCE, WAIT):
+            elif node.target in LAUNCHES or node.target is WAIT or "local" in node.meta:
                 run.env[node] = run.graph.node_copy(node, lambda n: run.env[n])
                 run.env[node].meta = {"val": self.vals[node]}
+                if "launch" in node.meta:
+                    run.env[node].meta["nbytes"] = node.meta["launch"].nbytes
         self._call(run, self._close(run))
 
     def _open(self, run: _Run) -> None:
@@ -212,7 +216,7 @@ def _unit(node: fx.Node) -> Unit | None:
 
 def _computes(node: fx.Node, computed: set[fx.Node]) -> bool:
     """Does the node go into a piece: a unit, one of its results, a launch or a wait?"""
-    if _unit(node) is not None or node.target in (ALL_REDUCE, WAIT):
+    if _unit(node) is not None or node.target in LAUNCHES or node.target is WAIT or "local" in node.meta:
         return True
     return node.target is operator.getitem and node.args[0] in computed
 
@@ -228,8 +232,13 @@ def _values(graph: fx.Graph) -> dict[fx.Node, Tensor]:
             outs = [out for out, grad in zip(unit.outs, unit.grads, strict=True) if grad is None]
             for item in node.users:
                 vals[item] = outs[item.args[1]].meta["val"]
-        elif node.target is ALL_REDUCE:
+            continue
+        if "taken" in node.meta:
+            vals.setdefault(node.args[0], node.meta["taken"])  # where no unit reads it: gathered again in W
+        if node.target is ALL_REDUCE:
             vals[node] = vals[node.args[0]].contiguous()  # all_reduce works on a contiguous copy
+        elif node.target in LAUNCHES or "local" in node.meta:
+            vals[node] = node.meta["val"]
         elif node.target is WAIT:
             vals[node] = vals[node.args[0]]
     return vals

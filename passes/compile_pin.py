@@ -1,7 +1,8 @@
 """Keeping a block's order inside Inductor: launches and waits as fences that no computation crosses.
 
 Contract: ``options()`` are Inductor options under which the generated code of a graph holds, between each launch
-(``all_reduce``) and its wait (``wait_tensor``), what the graph holds there::
+(``all_reduce``, ``all_gather_into_tensor`` or ``reduce_scatter_tensor``) and its wait (``wait_tensor``), what the graph
+holds there::
 
     graph                              generated code
     mm_1; launch a; mm_2; add; wait a  extern mm_1; all_reduce_(a); extern mm_2; cpp_fused_add; wait_tensor(a)
@@ -36,9 +37,9 @@ from ..compat import (
     recompute_ancestors,
     same_storage,
 )
-from .block import ALL_REDUCE, WAIT
+from .launches import LAUNCHES, WAIT
 
-_FENCES = (ALL_REDUCE, WAIT)
+_FENCES = (*LAUNCHES, WAIT)
 _CODE = (__file__, compat.__file__)
 
 

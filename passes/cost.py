@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from .experts import grouped_flops, is_grouped_product
+from .marks import TP_GATHER, TP_SCATTER
+
 
 def flops(node: fx.Node) -> int:
     """Floating-point operations of one node (2 per multiply-add of a matrix product, 0 for anything else)."""
@@ -22,6 +25,8 @@ def flops(node: fx.Node) -> int:
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         query, key = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
         return 4 * math.prod(query.shape) * int(key.shape[-2])
+    if is_grouped_product(node):
+        return grouped_flops(node)
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
@@ -36,6 +41,19 @@ def flops(node: fx.Node) -> int:
     except (TypeError, ValueError, AssertionError, NotImplementedError):
         # A cost that can't be counted must not stop a trace: the node counts as free.
         return 0
+
+
+def reduce_bytes(node: fx.Node) -> int:
+    """Bytes of the all-reduce that moves as much as the collective that mark ``node`` becomes.
+
+    A ring's all-reduce sends 2 (t-1)/t of its tensor, an all-gather and a reduce-scatter (t-1)/t of the whole one
+    (Korthikanti et al. 2022, section 4.2.2), which is the all-reduce of half of it.
+    """
+    if node.target is TP_GATHER:
+        return nbytes(node.meta["val"]) // 2
+    if node.target is TP_SCATTER:
+        return nbytes(node.args[0].meta["val"]) // 2  # type: ignore[union-attr]
+    return nbytes(node.meta["val"])
 
 
 def nbytes(val: Any) -> int:

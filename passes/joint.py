@@ -29,8 +29,9 @@ import torch
 from torch import fx
 
 from .. import compat
+from . import experts
 from .errors import UnsupportedError
-from .marks import TP_COPY, is_collective, is_mark
+from .marks import TP_COPY, TP_GATHER, TP_JOIN, TP_SCATTER, TP_SHARE, is_collective, is_mark
 from .partition import Chunk
 
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ VIEWS = frozenset(
         aten.select.int,
     }
 )
-_NO_OPS = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, TP_COPY})
+_NO_OPS = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, TP_COPY, TP_SHARE})
 
 
 class Phase(StrEnum):
@@ -95,8 +96,8 @@ def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.Fake
         with fake_mode:
             val = node.meta["val"]
             fake = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
-        is_boundary = len(args) >= len(chunk.inputs)
-        args.append(fake.requires_grad_(is_boundary and fake.is_floating_point()))
+        at = len(args) - len(chunk.inputs)
+        args.append(fake.requires_grad_(at >= 0 and chunk.boundary_grads[at]))
     with contextlib.ExitStack() as stack:
         exported = compat.aot_export_joint_with_descriptors(
             stack, module, tuple(args), decompositions=_decompositions()
@@ -104,6 +105,7 @@ def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.Fake
     graph = compat.fx_graph_cse(exported.graph_module.graph)
     result = _describe(chunk, graph)
     _drop_no_ops(result)
+    _gathers(result.graph)
     return result
 
 
@@ -125,18 +127,19 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def _decompositions() -> dict[Any, Any]:
-    """Only what hides a weight gradient inside an input gradient: fused norm backwards."""
+    """Only what hides a weight gradient inside an input gradient, fused backwards of norms and of experts, and what
+    lies in memory otherwise than its fake says: softplus' gradient takes the strides of what it is given."""
     from torch._decomp import get_decompositions
 
-    return dict(
-        get_decompositions(
-            [
-                aten.native_layer_norm_backward,
-                aten.native_group_norm_backward,
-                aten._fused_rms_norm_backward,
-            ]
-        )
+    plain = get_decompositions(
+        [
+            aten.native_layer_norm_backward,
+            aten.native_group_norm_backward,
+            aten._fused_rms_norm_backward,
+            aten.softplus_backward,
+        ]
     )
+    return {**plain, **experts.decompositions()}
 
 
 def _describe(chunk: Chunk, graph: fx.Graph) -> JointGraph:
@@ -182,10 +185,50 @@ def _describe(chunk: Chunk, graph: fx.Graph) -> JointGraph:
         tangents=[tangents[i] for i in sorted(tangents)],
         outputs=[outputs[i] for i in sorted(outputs)],
         param_grads=param_grads,
-        input_grads=[grads[first + i] for i in range(chunk.boundary_in) if first + i in grads],
+        input_grads=[
+            grads[first + i] if first + i in grads else _zeros(graph, boundary[i])
+            for i in range(chunk.boundary_in)
+            if chunk.boundary_grads[i]
+        ],
         phase={},
         free=set(),
     )
+
+
+def _zeros(graph: fx.Graph, boundary: fx.Node) -> fx.Node:
+    """The gradient of a boundary value that this chunk reads and its outputs do not depend on: the chunk before
+    expects one."""
+    with graph.inserting_before(graph.output_node()):
+        zeros = graph.call_function(aten.zeros_like.default, (boundary,))
+    zeros.meta = {"val": boundary.meta["val"], "partitioner_tag": "is_backward"}
+    return zeros
+
+
+def _gathers(graph: fx.Graph) -> None:
+    """Forward and backward of a ``tp_join`` differ; once autograd has seen it, it is a ``tp_gather``. And what an
+    all-gather or a reduce-scatter takes is contiguous."""
+    for node in list(graph.nodes):
+        if node.target is TP_JOIN:
+            node.target, node.args = TP_GATHER, (node.args[0], node.args[2])
+        if node.target not in (TP_GATHER, TP_SCATTER):
+            continue
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        val = source.meta["val"]
+        given = source
+        while is_mark(given) and not is_collective(given):
+            given = given.args[0]  # type: ignore[assignment]
+        if val.is_contiguous() and given.op == "call_function" and not is_collective(given):
+            continue
+        with graph.inserting_before(node):
+            if val.is_contiguous():  # no unit makes it, and this view is the one that launches the collective
+                made = graph.call_function(aten.view.default, (source, list(val.shape)))
+            else:
+                made = graph.call_function(
+                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+                )
+        made.meta = {k: v for k, v in node.meta.items() if k == "partitioner_tag"}
+        made.meta["val"] = val.contiguous()
+        node.replace_input_with(source, made)
 
 
 def _drop_no_ops(result: JointGraph) -> None:

@@ -7,6 +7,14 @@ unsplit model returns, ragged labels included (a mean of means is not)::
     loss = cross_entropy(x, y, None, mean, -100)   =>   s = cross_entropy(x, y, None, sum, -100)
                                                         loss = s / loss_count_0
 
+A term that the model returns as its ``aux_loss`` (load balancing of a mixture of experts) is a product of two means
+over tokens, so no micro-batch has a share of the whole batch's: it counts as the mean of the micro-batches' values,
+which is what accumulating gradients over micro-batches means everywhere. The step's loss is then exactly ::
+
+    cross entropy of the whole batch + coefficient * mean over micro-batches of aux_loss
+
+A term that no input reaches (a penalty on weights) is the same for every micro-batch, and its mean is itself.
+
 ``count`` is the graph of that number for one micro-batch: inputs -> (count_0, ...), 0-d. Its results are summed
 over micro-batches (and over data-parallel ranks) before the step.
 """
@@ -24,6 +32,8 @@ from .errors import UnsupportedError
 
 _CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
 _MEAN, _SUM = 1, 2
+#: Key of a model's output that is a loss of its own kind, added to the loss with a coefficient.
+_AUXILIARY = "aux_loss"
 #: Operators that pass a 0-d loss on as it is.
 _SAME = {
     torch.ops.aten.to.dtype,
@@ -56,6 +66,8 @@ def loss_alone(captured: Captured) -> Captured:
         )
     graph = captured.graph_module.graph
     output = graph.output_node()
+    if _AUXILIARY in captured.outputs:
+        output.args[0][captured.outputs.index(_AUXILIARY)].meta[_AUXILIARY] = True  # type: ignore[index, union-attr]
     output.args = ((output.args[0][captured.outputs.index("loss")],),)  # type: ignore[index]
     graph.eliminate_dead_code()
     captured.graph_module.recompile()
@@ -81,14 +93,17 @@ def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Norma
     loss: fx.Node = output.args[0][index]  # type: ignore[index, assignment]
     targets: list[tuple[fx.Node, fx.Node | None, int]] = [(loss, None, 0)]
     if loss_reduction == "auto":
-        targets = [(n, n.args[1], _ignored(n)) for n in _means(loss)]  # type: ignore[misc]
+        targets = [
+            (n, n.args[1], _ignored(n)) if n.target is _CROSS_ENTROPY else (n, None, 0)  # type: ignore[misc]
+            for n in _means(loss)
+        ]
         if not targets:
             return Normalised(captured, None, ())
     count = _count_graph(captured, [(labels, ignore) for _, labels, ignore in targets])
     names = []
-    for i, (node, _, _) in enumerate(targets):
+    for i, (node, labels, _) in enumerate(targets):
         names.append(COUNT.format(i))
-        _divide(graph_module.graph, node, names[-1], sum_first=loss_reduction == "auto")
+        _divide(graph_module.graph, node, names[-1], sum_first=labels is not None)
     graph_module.recompile()
     inputs = (*captured.inputs, *names)
     return Normalised(replace(captured, inputs=inputs), count, tuple(names))
@@ -103,16 +118,20 @@ def _ignored(node: fx.Node) -> int:
 
 
 def _means(loss: fx.Node) -> list[fx.Node]:
-    """The mean cross entropies that ``loss`` is a linear combination of.
+    """The mean cross entropies, auxiliary losses and terms of weights alone that ``loss`` is a linear combination of.
 
     Empty where it is made of sums, bare or over a 0-d input (``num_items_in_batch``): those add up as they are.
     Anything that would count once per micro-batch, or that depends on a micro-batch's own size, is refused.
     """
     found: list[fx.Node] = []
+    given = _from_inputs(loss.graph)
     todo: list[tuple[fx.Node, bool]] = [(loss, False)]
     while todo:
         node, by_number = todo.pop()
-        if node.target is _CROSS_ENTROPY:
+        if node.meta.get(_AUXILIARY) or node not in given:
+            if node not in found:
+                found.append(node)
+        elif node.target is _CROSS_ENTROPY:
             if _reduction(node) == _MEAN:
                 if node not in found:
                     found.append(node)
@@ -133,6 +152,14 @@ def _means(loss: fx.Node) -> list[fx.Node]:
             todo.append((node.args[0], by_number))  # type: ignore[arg-type]
         else:
             raise UnsupportedError(_unknown(node))
+    return found
+
+
+def _from_inputs(graph: fx.Graph) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or any(n in found for n in node.all_input_nodes):
+            found.add(node)
     return found
 
 

@@ -25,6 +25,7 @@ from .capture import Captured
 from .cost import flops
 from .errors import PartitionError
 from .marks import CUT, is_mark
+from .trainable import wants_grad
 
 BOUNDARY = "boundary_{}"
 
@@ -45,6 +46,8 @@ class Chunk:
     #: output names of the last chunk, () elsewhere
     outputs: tuple[str, ...]
     layers: range
+    #: per boundary placeholder: does a gradient go back through it?
+    boundary_grads: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,11 @@ def partition(captured: Captured, n_chunks: int, *, split: str | Sequence[int] =
 
     _insert_cuts(graph, live, segment)
     owner = {node: chunk_of(node) for node in graph.nodes if node in live and node.op == "call_function"}
+    entering = [_crossing(graph, owner, c - 1) if c else [] for c in range(n_chunks)]
+    grads = _with_gradient(captured, entering)
     chunks = tuple(
-        _extract(captured, c, n_chunks, owner, range(bounds[c], bounds[c + 1])) for c in range(n_chunks)
+        _extract(captured, c, n_chunks, owner, range(bounds[c], bounds[c + 1]), entering[c], grads)
+        for c in range(n_chunks)
     )
     totals = [0] * n_chunks
     for node, c in owner.items():
@@ -139,6 +145,10 @@ def _segments(graph: fx.Graph, live: set[fx.Node]) -> tuple[dict[fx.Node, int], 
         before = max((segment[n] for n in node.all_input_nodes if n in segment), default=-1)
         # Outside the layers: with its inputs, and behind the last layer once that has been left.
         segment[node] = max(own[0], before) if own else (before if before < n_layers - 1 else n_layers)
+    for node in reversed(graph.nodes):
+        # What starts before the layers and is read behind them alone (a penalty on weights) is made there.
+        if segment.get(node) == -1 and {segment.get(user, n_layers) for user in node.users} == {n_layers}:
+            segment[node] = n_layers
     return segment, n_layers
 
 
@@ -207,14 +217,28 @@ def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int
         live.add(mark)
 
 
+def _with_gradient(captured: Captured, entering: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+    """The boundary values that have a gradient."""
+    graph = captured.graph_module.graph
+    frozen = any(n.meta.get("is_parameter") and not n.meta["val"].requires_grad for n in graph.nodes)
+    if not frozen and all(len(nodes) <= 1 for nodes in entering):
+        return {n for nodes in entering for n in nodes}  # the one activation that all of a model hangs on
+    return wants_grad(captured)
+
+
 def _extract(
-    captured: Captured, index: int, n_chunks: int, owner: dict[fx.Node, int], layers: range
+    captured: Captured,
+    index: int,
+    n_chunks: int,
+    owner: dict[fx.Node, int],
+    layers: range,
+    entering: Sequence[fx.Node],
+    grads: set[fx.Node],
 ) -> Chunk:
     source = captured.graph_module.graph
     output = source.output_node()
     last = index == n_chunks - 1
     mine = [node for node in source.nodes if owner.get(node) == index]
-    entering = _crossing(source, owner, index - 1) if index else []
     leaving = list(output.args[0]) if last else _crossing(source, owner, index)  # type: ignore[arg-type]
     for name, node in zip(captured.outputs, leaving, strict=True) if last else ():
         if owner.get(node, index) != index:
@@ -256,6 +280,7 @@ def _extract(
         params=tuple(params),
         outputs=captured.outputs if last else (),
         layers=layers,
+        boundary_grads=tuple(n in grads and n.meta["val"].is_floating_point() for n in entering),
     )
 
 

@@ -4,6 +4,9 @@
 shard                 plan -> local parameter shapes, marks around parallel linears
 capture               torch.export -> one FX graph of the forward
 normalise_loss        mean over a micro-batch -> share of the whole batch's mean
+vocab                 embedding and head on a rank's part of the vocabulary, the loss without whole logits
+settle                every mark where gradients need it, as few as there can be
+sequence              where it is asked for: norms and residuals on this rank's tokens
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
 units                 F, I, W -> pieces between collectives
@@ -18,21 +21,27 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .. import compat
-from .capture import capture, fake_inputs
+from .capture import fake_inputs
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
 from .partition import Partition, partition
-from .shard import TpPlan, check_partial_gradients, shard
+from .regather import regather as regather_inputs
+from .sequence import shard_sequence
+from .settle import settle
+from .shard import Sharded, TpPlan, kept_whole
+from .trace import trace
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
+from .vocab import Wanted, input_weights, shard_vocabulary
+from .vocab_check import Checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,10 @@ class Lowered:
     canonical: Mapping[str, str]
     #: tensors of the forward that are neither parameters nor buffers
     constants: Mapping[str, Any]
+    #: first names of the parameters that are cut over the vocabulary
+    vocabulary: frozenset[str] = frozenset()
+    #: what token ids and labels of a batch must satisfy
+    checks: Checks = field(default_factory=Checks)
 
 
 def lower_model(
@@ -66,7 +79,10 @@ def lower_model(
     tp_plan: str | Mapping[str, str] = "auto",
     split_layers: str | Sequence[int] = "auto",
     loss_reduction: str = "auto",
+    vocab_parallel: bool | str | Collection[str] = "auto",
     training: bool = True,
+    sequence_parallel: bool = False,
+    regather: bool = False,
     device: torch.device | str = "cpu",
     verify: bool | None = None,
 ) -> Lowered:
@@ -75,27 +91,37 @@ def lower_model(
     ``microbatch``: keyword arguments of the model at micro-batch shape (only shapes and dtypes of tensors are
     read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
     with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
+    ``sequence_parallel``: see pass ``sequence``; ``regather``: W gathers its inputs again (pass ``regather``).
+    ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut.
     The model is not modified.
     """
     device = torch.device(device)
     verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
     fake_mode = compat.FakeTensorMode()
-    sharded = shard(model, tp_size=tp_size, tp_plan=tp_plan, fake_mode=fake_mode, device=device)
-    captured = capture(
-        sharded.module,
-        fake_inputs(microbatch, fake_mode=fake_mode, device=device),
-        fake_mode=fake_mode,
-    )
-    check_partial_gradients(captured.graph_module.graph, sharded.plan)
+    inputs = fake_inputs(microbatch, fake_mode=fake_mode, device=device)
+    sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
     if training:
         captured = loss_alone(captured)
     normalised = normalise_loss(captured, loss_reduction=loss_reduction)
-    parts = partition(normalised.captured, n_chunks, split=split_layers)
-    outputs = ("loss",) if training else normalised.captured.outputs
+    vocabulary = shard_vocabulary(
+        normalised.captured,
+        sharded.plan,
+        sharded.canonical,
+        _wanted(model, sharded, tp_plan, vocab_parallel),
+        training=training,
+        fake_mode=fake_mode,
+    )
+    captured, plan = settle(vocabulary.captured, vocabulary.plan, sharded.canonical)
+    if sequence_parallel and tp_size > 1:
+        captured, plan = shard_sequence(captured, plan, sharded.canonical)
+    parts = partition(captured, n_chunks, split=split_layers)
+    outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}
     for index in range(n_chunks) if only is None else only:
         graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
         graph = split(graph, training=training)
+        if regather:
+            regather_inputs(graph)
         if verify:
             verify_split(graph)
         chunks[index] = units(graph, tp_size=tp_size)
@@ -103,13 +129,29 @@ def lower_model(
             verify_units(chunks[index])
     unique_names(chunks.values())
     return Lowered(
-        plan=sharded.plan,
+        plan=plan,
         partition=parts,
         chunks=chunks,
-        inputs=normalised.captured.inputs,
+        inputs=captured.inputs,
         count=normalised.count,
         counts=normalised.counts,
         outputs=outputs,
         canonical=sharded.canonical,
         constants=captured.constants,
+        vocabulary=vocabulary.names,
+        checks=vocabulary.checks,
     )
+
+
+def _wanted(
+    model: nn.Module,
+    sharded: Sharded,
+    tp_plan: str | Mapping[str, str],
+    asked: bool | str | Collection[str],
+) -> Wanted:
+    wanted = Wanted(
+        inputs=input_weights(model, sharded.canonical), whole=kept_whole(model, tp_plan, sharded.canonical)
+    )
+    if isinstance(asked, bool | str):
+        return replace(wanted, parallel=asked)
+    return replace(wanted, names=frozenset(asked))

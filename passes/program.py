@@ -25,7 +25,8 @@ from torch import fx, nn
 from ..schedule import Action, Schedule, parts
 from ..schedule import Phase as Do
 from ..schedule.lower import Arrive, Message, Post, Run, lower
-from .block import Block, block_name, unpack_tuples
+from .block import Block, block_name
+from .boxes import unpack_tuples
 from .buffers import Call, Layout, Received, assign
 from .units import ChunkUnits
 

@@ -13,65 +13,31 @@ The marks go in while the model is traced (and not into the traced graph) becaus
 Hugging Face's plans are written for: every module of a model with a ``_tp_plan`` runs on local shapes, its head
 counts follow from ``view(b, s, -1, head_dim)``. A graph traced at full size has the full head counts baked into
 ``expand`` and ``reshape`` (grouped-query attention with a mask), which no local replay could undo safely.
+What the styles do stands in ``passes.styles``, what attention needs beyond them in ``passes.heads``.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import nn
 
 from ..compat import FakeTensorMode
+from . import styles as known
 from .errors import PlanError
-from .marks import TP_COPY, TP_REDUCE, tp_copy, tp_reduce
+from .heads import Blocks, cut_mean, divisors, read_blocks, set_local
+from .layout import ParamShard, Section, TpPlan
+from .settle import TP_RANK
 
-#: Styles that leave a module whole on every TP rank. The two vocabulary styles shard the embedding and the
-#: head in transformers; here both stay replicated, which is exact, and said so in the report.
-REPLICATED = frozenset({"replicated", "embedding_rowwise", "colwise_gather_output", "colwise_rep"})
-SHARDED = frozenset({"colwise", "rowwise"})
+__all__ = ["ParamShard", "Sharded", "TpPlan", "canonical_names", "read_plan", "shard"]
 
-
-@dataclass(frozen=True, slots=True)
-class ParamShard:
-    """How one parameter lies over the TP ranks.
-
-    ``shape`` is the full shape; ``dim`` the dimension that is cut into ``tp_size`` equal parts, or None where
-    every rank has the whole.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None
-    tp_size: int
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        if self.dim is None:
-            return self.shape
-        return tuple(n // self.tp_size if d == self.dim else n for d, n in enumerate(self.shape))
-
-    def take(self, full: Tensor, tp_rank: int) -> Tensor:
-        """This rank's part of ``full``, a view."""
-        if self.dim is None:
-            return full
-        return full.chunk(self.tp_size, self.dim)[tp_rank]
-
-
-@dataclass(frozen=True, slots=True)
-class TpPlan:
-    """Styles by module, shards by parameter: ``model.plan.tp``."""
-
-    tp_size: int
-    styles: Mapping[str, str]
-    params: Mapping[str, ParamShard]
-    notes: tuple[str, ...]
+#: What peft puts before the names of the model that it wraps.
+_PEFT = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +57,21 @@ def shard(
     tp_plan: str | Mapping[str, str] = "auto",
     fake_mode: FakeTensorMode,
     device: torch.device,
+    packed: Mapping[str, int] | None = None,
 ) -> Sharded:
-    """See the module's docstring. Raises :class:`PlanError` with the module, the sizes and the way out."""
-    plan = read_plan(model, tp_size=tp_size, tp_plan=tp_plan)
+    """See the module's docstring. ``packed``: into how many equal sections to cut a parameter of which the plan does
+    not say it. Raises :class:`PlanError` with the module, the sizes and the way out."""
+    draft = _draft(model, tp_size=tp_size, tp_plan=tp_plan)
+    draft.packed = dict(packed or {})
+    plan = draft.finish(model)
     local = _local_copy(model, plan, fake_mode, device)
-    for name, style in plan.styles.items():
-        _mark(local.get_submodule(name), style)
+    for name, heads in draft.blocks.local.items():
+        set_local(local.get_submodule(name), heads)
+    for name in draft.blocks.norms:
+        cut_mean(local.get_submodule(name), tp_size)
+    for name, style in draft.modules.items():
+        known.apply(local.get_submodule(name), style, tp_size=tp_size, rank=lambda: local.get_buffer(TP_RANK))
+    _traceable_experts(local)
     return Sharded(module=local, plan=plan, canonical=canonical_names(model))
 
 
@@ -111,106 +86,220 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 def read_plan(model: nn.Module, *, tp_size: int, tp_plan: str | Mapping[str, str]) -> TpPlan:
     """Match the model's own plan (transformers >= 5) or the user's patterns against the model's modules."""
-    patterns = _patterns(model, tp_plan)
-    if tp_size > 1:
-        if not patterns:
+    return _draft(model, tp_size=tp_size, tp_plan=tp_plan).finish(model)
+
+
+# -- from patterns to a plan -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan while it is read: ``modules`` whose forward changes, ``params`` named by a pattern of their own."""
+
+    tp_size: int
+    modules: dict[str, str] = field(default_factory=dict)
+    params: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    blocks: Blocks = field(default_factory=Blocks)
+    packed: Mapping[str, int] = field(default_factory=dict)
+
+    def finish(self, model: nn.Module) -> TpPlan:
+        """Every parameter's shard. Raises :class:`PlanError` for a size that does not divide."""
+        names = canonical_names(model)
+        cuts: dict[str, tuple[int, tuple[Section, ...]]] = {}
+        for name, style in self.modules.items():
+            if style in known.COLUMNS | known.ROWS:
+                for leaf, cut in self._linear(model.get_submodule(name), name, style).items():
+                    cuts[names[f"{name}.{leaf}"]] = cut
+        parameters = dict(model.named_parameters())
+        for name, style in self.params.items():
+            parameter = model.get_parameter(name)
+            dim = known.cut_dim(parameter.ndim, style)
+            sections = self._sections(name, style, parameter.shape[dim])
+            cuts[names[name]] = (dim, sections)
+        for name, sections in self.blocks.norms.items():
+            cuts[names[f"{name}.weight"]] = (0, sections)
+        shards = {}
+        for name, parameter in parameters.items():
+            dim, sections = cuts.get(name, (None, ()))  # type: ignore[assignment]
+            if dim is not None:
+                _check_size(name, parameter.shape[dim], dim, sections, self.tp_size)
+            shards[name] = ParamShard(name, tuple(parameter.shape), dim, self.tp_size, sections)
+        styles = {**self.modules, **self.params}
+        return TpPlan(self.tp_size, styles, shards, tuple(self.notes))
+
+    def _linear(self, module: nn.Module, name: str, style: str) -> dict[str, tuple[int, tuple[Section, ...]]]:
+        turned = known.is_conv1d(module)
+        dim = known.cut_dim(2, style, turned=turned)
+        sections = self._sections(name, style, module.weight.shape[dim])  # type: ignore[union-attr, arg-type, index]
+        cuts = {"weight": (dim, sections)}
+        if style in known.COLUMNS and module.bias is not None:
+            cuts["bias"] = (0, sections)
+        return cuts
+
+    def _sections(self, name: str, style: str, size: int) -> tuple[Section, ...]:
+        if name in self.blocks.sections:
+            return self.blocks.sections[name]
+        if name in self.packed or f"{name}.weight" in self.packed:
+            count = self.packed.get(name) or self.packed[f"{name}.weight"]
+            return known.equal_sections(size, self.tp_size, count)
+        return known.packed_sections(size, self.tp_size) if style.startswith("packed") else ()
+
+
+def _check_size(name: str, size: int, dim: int, sections: tuple[Section, ...], tp_size: int) -> None:
+    for section in sections or (Section(size, tp_size),):
+        if section.size % section.parts:
+            which = f"dim {dim} of {name} is {size}"
+            if len(sections) > 1:
+                which += f", of which a section of {section.size}"
             raise PlanError(
-                f"{type(model).__name__} has no tensor-parallel plan (model._tp_plan); "
-                'pass tp_plan={"pattern.of.modules.*": "colwise" | "rowwise", ...} or use tp_size=1'
+                f"{which}, not divisible by tp_size={section.parts}; use {divisors(section.size)}"
             )
-        _check_heads(model, tp_size)
-    names = canonical_names(model)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    dims: dict[str, int] = {}
-    styles: dict[str, str] = {}
-    notes: list[str] = []
-    for name, module in model.named_modules():
-        pattern = _match(name, patterns)
-        if pattern is None:
-            continue
-        style = patterns[pattern]
-        if style in REPLICATED:
-            if style != "replicated" and tp_size > 1:
-                notes.append(f"{name}: style {style} is kept replicated, whole on every TP rank")
-            continue
-        if style not in SHARDED:
-            if tp_size > 1:
-                raise PlanError(
-                    f"the plan gives module {name} the style {style!r}, which fxbraid does not know; "
-                    f"known are {', '.join(sorted(SHARDED | REPLICATED))}; use tp_size=1, or a tp_plan without it"
-                )
-            continue
-        if not isinstance(module, nn.Linear) and tp_size == 1:
-            continue
-        if not isinstance(module, nn.Linear):
-            raise PlanError(f"style {style!r} wants nn.Linear, but module {name} is {type(module).__name__}")
-        styles[name] = style
-        dims.update(_linear_dims(name, module, style, tp_size, names))
-    if tp_size > 1 and not styles:
+
+
+def _draft(model: nn.Module, *, tp_size: int, tp_plan: str | Mapping[str, str]) -> _Draft:
+    patterns = _patterns(model, tp_plan)
+    if not patterns and tp_size > 1:
+        raise PlanError(
+            f"{type(model).__name__} has no tensor-parallel plan (model._tp_plan); "
+            'pass tp_plan={"pattern.of.modules.*": "colwise" | "rowwise", ...} or use tp_size=1'
+        )
+    draft = _Draft(tp_size)
+    try:
+        _match_modules(model, patterns, draft)
+        _match_parameters(model, patterns, draft)
+        draft.blocks = read_blocks(model, draft.modules, tp_size)
+        draft.modules |= draft.blocks.styles
+        _adapters(model, draft)
+        draft.notes += draft.blocks.notes.values()
+    except PlanError:
+        if tp_size > 1:
+            raise
+        return _Draft(tp_size)  # one rank needs no plan, whatever is wrong with this one
+    if tp_size == 1:
+        # Nothing to gather among one.
+        draft.modules = {n: s for n, s in draft.modules.items() if s not in known.GATHER | known.SPLIT}
+    elif not draft.modules and not draft.params:
         raise PlanError(
             f"the tensor-parallel plan shards no module of {type(model).__name__}: none of its patterns "
-            f"({', '.join(patterns)}) matches a module with a style of {', '.join(sorted(SHARDED))}; use tp_size=1 or "
-            "another tp_plan"
+            f"({', '.join(patterns)}) matches a module with a style of "
+            f"{', '.join(sorted(known.COLUMNS | known.ROWS))}; use tp_size=1 or another tp_plan"
         )
-    params = {
-        name: ParamShard(name, shape, dims.get(name) if tp_size > 1 else None, tp_size)
-        for name, shape in shapes.items()
-    }
-    return TpPlan(tp_size=tp_size, styles=styles, params=params, notes=tuple(notes))
+    return draft
 
 
 def _patterns(model: nn.Module, tp_plan: str | Mapping[str, str]) -> dict[str, str]:
     if isinstance(tp_plan, str):
         if tp_plan != "auto":
             raise PlanError(f'tp_plan={tp_plan!r}: use "auto" or a dict of module patterns to styles')
-        own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-        return dict(own or {})
+        return own_plan(model)
     return dict(tp_plan)
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """The plan that transformers gives the model; empty where it has none."""
+    return dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+
+
+def kept_whole(
+    model: nn.Module, tp_plan: str | Mapping[str, str], names: Mapping[str, str]
+) -> frozenset[str]:
+    """First names, of which ``names`` has all, of the parameters of modules that the user's patterns leave whole."""
+    patterns = {} if isinstance(tp_plan, str) else tp_plan
+    return frozenset(
+        names[f"{name}.{leaf}"]
+        for name, module in model.named_modules()
+        if (pattern := _match(name, patterns)) is not None and patterns[pattern] in known.WHOLE
+        for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Does the model's own plan cut anything but the vocabulary?"""
+    draft = _Draft(tp_size=1)
+    try:
+        _match_modules(model, own_plan(model), draft)
+        _match_parameters(model, own_plan(model), draft)
+    except PlanError:
+        return True  # it has one, which does not fit: sharding says so
+    return bool(draft.modules or draft.params)
 
 
 def _match(name: str, patterns: Mapping[str, str]) -> str | None:
     for pattern in patterns:
         regex = r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
-        if re.fullmatch(regex, name):
+        if re.fullmatch(regex, name) or re.fullmatch(regex, name.removeprefix(_PEFT)):
             return pattern
     return None
 
 
-def _linear_dims(
-    name: str, module: nn.Linear, style: str, tp_size: int, canonical: Mapping[str, str]
-) -> dict[str, int]:
-    dim = 0 if style == "colwise" else 1
-    size = module.weight.shape[dim]
-    if size % tp_size:
-        raise PlanError(
-            f"dim {dim} of {name}.weight is {size}, not divisible by tp_size={tp_size}; use {_divisors(size)}"
-        )
-    dims = {canonical[f"{name}.weight"]: dim}
-    if style == "colwise" and module.bias is not None:
-        dims[canonical[f"{name}.bias"]] = 0
-    return dims
-
-
-def _check_heads(model: nn.Module, tp_size: int) -> None:
-    """Attention shards by whole heads; a plan alone does not show it (9 heads of 64 divide by 2 as 576 features)."""
-    config: Any = getattr(model, "config", None)
-    config = getattr(config, "text_config", config)
-    heads = [
-        (key, value)
-        for key in ("num_attention_heads", "num_key_value_heads")
-        if isinstance(value := getattr(config, key, None), int)
-    ]
-    for key, value in heads:
-        if value % tp_size:
-            common = math.gcd(*(number for _, number in heads))
+def _match_modules(model: nn.Module, patterns: Mapping[str, str], draft: _Draft) -> None:
+    heads = _output_heads(model)
+    for name, module in model.named_modules():
+        pattern = _match(name, patterns)
+        if pattern is None:
+            continue
+        style = patterns[pattern]
+        if style not in known.KNOWN:
             raise PlanError(
-                f"{key}={value} is not divisible by tp_size={tp_size}; use tp_size {_divisors(common)}"
+                f"the plan gives module {name} the style {style!r}, which fxbraid does not know; "
+                f"known are {', '.join(sorted(known.KNOWN))}; use tp_size=1, or a tp_plan without it"
             )
+        vocabulary = known.vocabulary_style(name, module, style, is_head=id(module) in heads)
+        if vocabulary is not None:
+            continue
+        if style == "sequence_parallel" and draft.tp_size > 1:
+            draft.notes.append(f"{name}: style {style} is kept replicated, on whole sequences")
+        if style in known.WHOLE:
+            continue
+        linear = getattr(module, "base_layer", module)
+        if style not in known.FORWARD_ONLY and not known.is_linear(linear):
+            raise PlanError(f"style {style!r} wants nn.Linear, but module {name} is {type(module).__name__}")
+        draft.modules[name] = style
 
 
-def _divisors(n: int) -> str:
-    found = [str(d) for d in range(1, min(n, 128) + 1) if n % d == 0]
-    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + f" or {found[-1]}"
+def _output_heads(model: nn.Module) -> set[int]:
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    return {id(head), id(getattr(head, "base_layer", head))} if head is not None else set()
+
+
+def _match_parameters(model: nn.Module, patterns: Mapping[str, str], draft: _Draft) -> None:
+    """Parameters that a plan names themselves: experts in one tensor, attention sinks."""
+    for name, parameter in model.named_parameters():
+        pattern = _match(name, patterns)
+        if pattern is None or patterns[pattern] in known.WHOLE:
+            continue
+        style = patterns[pattern]
+        if style not in known.COLUMNS | known.ROWS:
+            raise PlanError(
+                f"the plan gives parameter {name} {list(parameter.shape)} the style {style!r}; known for parameters "
+                f"are {', '.join(sorted(known.COLUMNS | known.ROWS))}"
+            )
+        draft.params[name] = style
+
+
+def _adapters(model: nn.Module, draft: _Draft) -> None:
+    """LoRA adapters follow the linear that they wrap: B is cut with a column-parallel one, A with a row-parallel one;
+    the other of the two is whole, and its gradient a part (pass ``settle``)."""
+    for name, style in list(draft.modules.items()):
+        module = model.get_submodule(name)
+        if not hasattr(module, "base_layer"):
+            continue
+        if style not in ("colwise", "packed_colwise", "rowwise"):
+            raise PlanError(f"module {name} carries an adapter, which style {style!r} does not support")
+        del draft.modules[name]
+        sections = draft.blocks.sections.pop(name, None)
+        followers = [f"{name}.base_layer"]
+        inner: Any = module.lora_B if style in known.COLUMNS else module.lora_A
+        followers += [f"{name}.{'lora_B' if style in known.COLUMNS else 'lora_A'}.{leaf}" for leaf in inner]
+        for follower in followers:
+            draft.modules[follower] = style
+            if sections is not None:
+                draft.blocks.sections[follower] = sections
+
+
+# -- the traceable copy ------------------------------------------------------------------------------------------
 
 
 def _local_copy(model: nn.Module, plan: TpPlan, fake_mode: FakeTensorMode, device: torch.device) -> nn.Module:
@@ -224,6 +313,9 @@ def _local_copy(model: nn.Module, plan: TpPlan, fake_mode: FakeTensorMode, devic
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     copied: nn.Module = copy.deepcopy(model, memo)
     _untie(model, copied, fake_mode)
+    if any(style in known.GATHER | known.SPLIT for style in plan.styles.values()):
+        with fake_mode:
+            copied.register_buffer(TP_RANK, torch.empty(1, dtype=torch.long, device=device), persistent=False)
     return copied
 
 
@@ -242,42 +334,14 @@ def _untie(model: nn.Module, local: nn.Module, fake_mode: FakeTensorMode) -> Non
             setattr(local.get_submodule(owner), leaf, own)
 
 
-def _mark(module: nn.Module, style: str) -> None:
-    if style == "colwise":
-        module.register_forward_pre_hook(lambda _, args: (tp_copy(args[0]), *args[1:]))
-        return
-
-    def forward(x: Tensor) -> Tensor:
-        # The bias is added once, after the sum over ranks.
-        y = tp_reduce(F.linear(x, module.weight))  # type: ignore[arg-type]
-        return y if module.bias is None else y + module.bias  # type: ignore[operator]
-
-    module.forward = forward  # type: ignore[method-assign]
+def _traceable_experts(local: nn.Module) -> None:
+    """A loop over the experts that were hit depends on values and can't be traced; the grouped product of all
+    experts computes the same."""
+    for config in _configs(local):
+        if getattr(config, "_experts_implementation", None) == "eager":
+            config._experts_implementation = "grouped_mm"
 
 
-def check_partial_gradients(graph: fx.Graph, plan: TpPlan) -> None:
-    """Refuse a whole parameter that is read between column- and row-parallel linears (Qwen3's q and k norms): each
-    rank would see only the gradient of its own heads. Raises :class:`PlanError`."""
-    if plan.tp_size == 1:
-        return
-    inside: set[fx.Node] = set()
-    weights: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr" and node.meta.get("is_parameter") and node.meta["val"].requires_grad:
-            shard = plan.params.get(str(node.target))
-            if shard is not None and shard.dim is None:
-                weights[node] = str(node.target)
-        elif node.op == "call_function":
-            sources = node.all_input_nodes
-            held = [weights[n] for n in sources if n in weights]
-            if node.target is TP_COPY or any(n in inside for n in sources):
-                if held:
-                    raise PlanError(
-                        f"parameter {held[0]} is whole on every TP rank but read on each rank's own part of the "
-                        "features, so its gradient would be only that part's; summing it over TP "
-                        "(replicated_with_grad_allreduce) is not supported yet: use tp_size=1"
-                    )
-                if node.target is not TP_REDUCE:
-                    inside.add(node)
-            elif held and len(held) == len(sources):
-                weights[node] = held[0]
+def _configs(local: nn.Module) -> Iterable[Any]:
+    found = {id(c): c for m in local.modules() if (c := getattr(m, "config", None)) is not None}
+    return found.values()

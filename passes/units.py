@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from .cost import flops
 from .joint import JointGraph, Phase, descendants
-from .marks import CUT, TP_REDUCE, is_mark, is_matmul
+from .marks import COLLECTIVES, CUT, is_mark, is_matmul
 
 
 @dataclass(slots=True)
@@ -82,12 +82,12 @@ class ChunkUnits:
         return _resolve(node, self.tp_size)
 
     def is_collective(self, node: fx.Node) -> bool:
-        """True for an all-reduce that really happens."""
-        return self.tp_size > 1 and node.target is TP_REDUCE
+        """True for a collective that really happens."""
+        return self.tp_size > 1 and node.target in COLLECTIVES
 
 
 def _resolve(node: fx.Node, tp_size: int) -> fx.Node:
-    while node.target is CUT or (tp_size == 1 and node.target is TP_REDUCE):
+    while node.target is CUT or (tp_size == 1 and node.target in COLLECTIVES):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -357,12 +357,18 @@ def _name(
     named = grads if phase is Phase.W else [joint.state[n] for n in state]
     for name in named:
         if name in joint.chunk.params:
-            sizes[short_name(name) or ("head" if any(is_matmul(n) for n in nodes) else "embed")] += (
-                by_name[name].meta["val"].numel()
-            )
+            own = short_name(name) or _outside(name, matmul=any(is_matmul(n) for n in nodes))
+            sizes[own] += by_name[name].meta["val"].numel()
     if not sizes or not (any(is_matmul(n) for n in nodes) or phase is not Phase.I):
         return f"tail_c{chunk}"
     return max(sizes, key=lambda key: sizes[key])
+
+
+def _outside(parameter: str, *, matmul: bool) -> str:
+    """The same for what lies in no layer: ``matmul``: the unit has a matrix product."""
+    if matmul:
+        return "head"
+    return "norm" if re.search(r"norm|(^|\.)ln", parameter.lower()) else "embed"
 
 
 def short_name(parameter: str) -> str | None:

@@ -10,17 +10,18 @@ from collections import Counter
 
 from torch import fx
 
-from .block import ALL_REDUCE, WAIT, Block
+from .block import Block
 from .errors import VerifyError
 from .joint import VIEWS, JointGraph, Phase
-from .marks import MARKS, is_collective, is_mark
+from .launches import LAUNCHES, WAIT
+from .marks import MARKS, TP_GATHER, is_collective, is_mark
 from .units import ChunkUnits
 
 _ORDER = {Phase.F: 0, Phase.I: 1, Phase.W: 2}
 
 
 def verify_split(joint: JointGraph) -> None:
-    """Every node has a phase, no phase reads a later one, and W holds no collective."""
+    """Every node has a phase, no phase reads a later one, and W holds no collective (see pass ``regather``)."""
     for node in joint.graph.nodes:
         if node.op != "call_function":
             continue
@@ -31,7 +32,7 @@ def verify_split(joint: JointGraph) -> None:
                 raise VerifyError(f"{node.name} is no view and can't be made twice")
             continue
         phase = joint.phase[node]
-        if phase is Phase.W and is_collective(node):
+        if phase is Phase.W and is_collective(node) and node.target is not TP_GATHER:
             raise VerifyError(f"collective {node.name} lies in W")
         for source in node.all_input_nodes:
             if source in joint.phase and _ORDER[joint.phase[source]] > _ORDER[phase]:
@@ -88,7 +89,7 @@ def verify_block(block: Block) -> None:
     """Every launch is waited for exactly once, behind it."""
     order = {node: i for i, node in enumerate(block.graph_module.graph.nodes)}
     for node in order:
-        if node.target is ALL_REDUCE:
+        if node.target in LAUNCHES:
             waits = [u for u in node.users if u.target is WAIT]
             if len(waits) != 1 or len(node.users) != 1 or order[waits[0]] <= order[node]:
                 raise VerifyError(

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from ..passes.block import ends_with_mark
 from ..passes.compile import Artefacts
-from ..passes.cost import nbytes
+from ..passes.cost import nbytes, reduce_bytes
 from ..passes.errors import BraidError
 from ..passes.joint import VIEWS, Phase
+from ..passes.launches import ends_with_mark, fetched, launched
 from ..passes.pipeline import Lowered
 from ..passes.units import ChunkUnits, Unit
 from ..simulate import INSTANT, ChunkCost, Link, UnitCost, Workload
@@ -118,18 +118,19 @@ def chunk_cost(chunk: ChunkUnits, seconds: Mapping[str, float], collective: Coll
     saves, frees = _bytes(chunk)
 
     def cost(unit: Unit) -> UnitCost:
-        launched = [
-            nbytes(user.meta["val"]) for out in unit.outs for user in out.users if chunk.is_collective(user)
-        ]
+        sizes = [reduce_bytes(user) for out in unit.outs for user in launched(chunk, unit, out)]
+        again = fetched(chunk, unit)
         return UnitCost(
             name=unit.name,
             seconds=time_of(seconds, unit),
             depth=unit.index,
             launches=ends_with_mark(chunk, unit),
-            collective=sum(collective(size) for size in launched),
+            collective=sum(collective(size) for size in sizes),
             heavy=unit.matmuls > 0,
             saves=saves.get(unit.label, 0),
             frees=frees.get(unit.label, 0),
+            fetch=sum(collective(reduce_bytes(node)) for node in again),
+            fetched=sum(nbytes(node.meta["val"]) for node in again),
         )
 
     f, i, w = (tuple(cost(unit) for unit in chunk.units[phase]) for phase in (Phase.F, Phase.I, Phase.W))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..passes.compile import Artefacts
-from ..passes.cost import nbytes
+from ..passes.cost import nbytes, reduce_bytes
 from ..passes.joint import Phase
 from ..passes.pipeline import Lowered
 from ..schedule import Schedule
@@ -65,8 +65,8 @@ def sizes_of(lowered: Lowered) -> Sizes:
     for chunk in lowered.chunks.values():
         for units in chunk.units.values():
             for out in (out for unit in units for out in unit.outs):
-                if any(chunk.is_collective(user) for user in out.users):
-                    collective = max(collective, nbytes(out.meta["val"]))
+                for user in filter(chunk.is_collective, out.users):
+                    collective = max(collective, reduce_bytes(user))
         for values in (chunk.outputs if chunk.joint.chunk.boundary_out else (), chunk.input_grads):
             boundary = max(boundary, sum(nbytes(node.meta["val"]) for node in values))
     return Sizes(collective, boundary)

@@ -48,6 +48,7 @@ class Mesh:
     timeout: timedelta | None = None
     _pairs: dict[tuple[Placement, Channel], dist.ProcessGroup | None] = field(default_factory=dict)
     _ties: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    _shares: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def tp_group_name(self) -> str:
@@ -85,6 +86,24 @@ class Mesh:
         if members not in self._ties:
             self._ties[members] = self._new_group(members)
         return self._ties[members]
+
+    def share_group(self, parts: int) -> dist.ProcessGroup | None:
+        """The neighbours of this TP group that hold the same one of ``parts`` parts of a weight; None where this
+        rank is alone. Collective over all ranks."""
+        if self.tp_size == 1 or parts == self.tp_size:
+            return None
+        if parts == 1:
+            return self.tp_group
+        if parts not in self._shares:
+            size = self.tp_size // parts
+            for r, row in enumerate(self.ranks):
+                for start in range(0, self.tp_size, size):
+                    group = dist.new_group(row[start : start + size], timeout=self.timeout)
+                    if r == self.pp_rank and start <= self.tp_rank < start + size:
+                        self._shares[parts] = group
+            # Communicators are made on first use (NCCL): use it now, where every member is here.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self._shares[parts])
+        return self._shares[parts]
 
     def _new_group(self, pp_ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of these pipeline ranks in every column; returns this column's where this rank is in it.

@@ -15,6 +15,7 @@ collective until it is waited for (``stashed_for_allocator_safety_``), and recei
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from .. import compat
 from ..passes.buffers import Layout
 from ..passes.errors import VerifyError
+
+#: Seconds in which a thread of gloo lets go of a tensor.
+LET_GO_S = 0.5
 
 
 class Outbox:
@@ -109,11 +113,18 @@ class Release(nn.Module):
     def forward(self, *slots: int) -> None:
         for slot in slots:
             buffer = self._memory.get(slot)
-            # Beside the tensor itself: others on its storage, and other names for it than the three known here.
-            readers = compat.holders(buffer) - 1 + sys.getrefcount(buffer) - 3
+            # A thread of gloo lets go of what an all-gather has sent a moment after it is done.
+            deadline = time.monotonic() + LET_GO_S
+            while (readers := _readers(buffer)) > 0 and time.monotonic() < deadline:
+                time.sleep(1e-3)
             if readers > 0:
                 raise VerifyError(f"receive buffer {slot} was released, but is still held {readers} times")
             buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).max)
+
+
+def _readers(buffer: Tensor) -> int:
+    """Beside the tensor itself: others on its storage, and other names for it than the four known here."""
+    return compat.holders(buffer) - 1 + sys.getrefcount(buffer) - 4
 
 
 Posted = list[tuple[dist.Work, Tensor]]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from ..metrics import Messages, RankLog, messages
-from ..passes.block import ALL_REDUCE, WAIT, Block
-from ..passes.cost import nbytes
+from ..passes.block import Block
+from ..passes.launches import WAIT
 from ..schedule import Schedule
 from ..schedule.lower import Channel, Run
 from . import emulate
@@ -180,8 +180,7 @@ def _launches(program: fx.GraphModule) -> Iterator[int]:
                     yield inner.meta["launch"].nbytes
                 elif "piece" in inner.meta:  # a compiled one: its graph has them
                     inside = inner.meta["piece"].graph_module.graph
-                    launches = inside.find_nodes(op="call_function", target=ALL_REDUCE)
-                    yield from (nbytes(node.meta["val"]) for node in launches)
+                    yield from (node.meta["nbytes"] for node in inside.nodes if "nbytes" in node.meta)
 
 
 def collective_time(mesh: Mesh) -> Callable[[int], float] | None:

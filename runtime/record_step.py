@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..metrics import RankLog
-from ..passes.block import ALL_REDUCE, WAIT
+from ..passes.launches import LAUNCHES, WAIT
 from ..passes.program import ONE
 from ..schedule import Action, parts
 from ..schedule.lower import Arrive, Run
@@ -192,7 +192,7 @@ class _Block(fx.Interpreter):
 def _kind(n: fx.Node) -> Kind | None:
     if "unit" in n.meta or "piece" in n.meta:
         return "unit"
-    if n.target is ALL_REDUCE:
+    if n.target in LAUNCHES:
         return "launch"
     if n.target is WAIT or n.target == "wait":
         return "wait"

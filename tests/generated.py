@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import fx
 
 from fxbraid import compat
-from fxbraid.passes.block import ALL_REDUCE, WAIT
 from fxbraid.passes.compile import compile_graph
 from fxbraid.passes.compile_block import Piece
+from fxbraid.passes.launches import ALL_REDUCE, WAIT
 from fxbraid.passes.marks import is_matmul
 
 aten = torch.ops.aten

@@ -31,7 +31,9 @@ def seconds(unit: Any) -> float:
 
 def make(schedule: str, batch: dict[str, Any], **options: Any) -> Any:
     plain = make_model("qwen2", tied=False, layers=4, dtype=torch.float32)
-    options = {"compile": False, "tp_size": 2, "pp_size": 2, "n_microbatches": M, **options}
+    # Whole, so that every collective is one of an attention or MLP unit: what ``constants`` says.
+    options = {"vocab_parallel": False, "compile": False, "tp_size": 2, "pp_size": 2, **options}
+    options.setdefault("n_microbatches", M)
     if schedule in ("stp", "dualpipev"):
         options["split"] = [1] * 4
     return fxbraid.braid(plain, batch, schedule=schedule, **options)

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from fxbraid import compat
-from fxbraid.passes.block import ALL_REDUCE, WAIT, Block, braid
+from fxbraid.passes.block import Block, braid
 from fxbraid.passes.compile import Artefacts
 from fxbraid.passes.compile_block import Cut, cut
 from fxbraid.passes.compile_pin import options
 from fxbraid.passes.errors import UnsupportedError
 from fxbraid.passes.joint import Phase
+from fxbraid.passes.launches import ALL_REDUCE, WAIT
 from fxbraid.passes.marks import is_matmul
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.runtime.piece import BoundPiece
@@ -166,8 +167,10 @@ def test_a_block_is_cut_at_its_sends_and_nowhere_else(lowered: Lowered) -> None:
 
 def test_a_result_leaves_before_the_units_that_trail_it(lowered: Lowered) -> None:
     made = cut(block(lowered, "tp", "0F1", "1B0", sends=("send_F0", "send_I1")))
-    assert "tail_c1_I" not in made.pieces[0].units and "tail_c0_F" in made.pieces[0].units
-    assert made.pieces[2].units == ("norm2_W",)
+    # The second tail of I: the first one is the norm's behind the head's all-reduce.
+    assert "tail_c1_2_I" not in made.pieces[0].units and "tail_c0_F" in made.pieces[0].units
+    assert made.pieces[2].units[-1] == "norm2_W"
+    assert all(label.endswith("_W") for label in made.pieces[2].units)
 
 
 def test_a_collective_may_be_waited_for_in_a_later_piece(models: dict[int, Lowered], group: str) -> None:

@@ -45,8 +45,10 @@ def test_the_simulated_order_is_the_programs_order(lowered: Lowered, name: str) 
 def test_launches_and_their_sizes_come_from_the_graph(lowered: Lowered) -> None:
     sizes: list[int] = []
     workload(lowered, times(lowered), collective=lambda size: sizes.append(size) or 0.0)  # type: ignore[func-returns-value]
-    assert set(sizes) == {2 * 16 * 32 * 4}  # micro-batch x tokens x hidden, float32
-    assert len(sizes) == 4 * 2 * 2
+    tokens = 2 * 16 * 4  # of a micro-batch, in float32
+    # By hidden size; and of the loss the maximum, then the sum and the label's logit.
+    assert set(sizes) == {tokens * 32, tokens, tokens * 2}
+    assert len(sizes) == 4 * 2 * 2 + 3 + 1  # a layer has two each way, the vocabulary three and one
 
 
 def test_what_F_I_and_W_keep_is_let_go_of_again(lowered: Lowered) -> None:

@@ -59,6 +59,7 @@ def step_times(schedules: list[str], m: int) -> dict[str, Any]:
                 compile=False,
                 braided=not blocking,
                 split=[1] * 4 if schedule == "stp" else "auto",
+                vocab_parallel=False,  # two equal collectives a layer and no other: what ``constants`` says
             )
             times, loss = [], 0.0
             for arithmetic in (True, True, False):

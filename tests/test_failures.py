@@ -34,7 +34,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
         {"tp_size": 2},
         {"num_attention_heads": 9, "num_key_value_heads": 9, "hidden_size": 36},
         4,
-        "num_attention_heads=9 is not divisible by tp_size=2; use tp_size 1, 3 or 9",
+        "num_attention_heads=9 of model.layers.0.self_attn is not divisible by tp_size=2; use tp_size 1, 3 or 9",
     ),
     "dropout": ({"pp_size": 2}, {"attention_dropout": 0.5}, 4, "dropout p=0.5"),
     "both": ({"device_mesh": True, "tp_size": 2}, {}, 4, "give device_mesh or the sizes"),

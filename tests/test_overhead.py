@@ -351,10 +351,11 @@ def test_empty_units_leave_everything_else_in_place(four_ranks: None) -> None:
 
 def test_the_benchmark_counts_what_it_ran() -> None:
     row = measure(2, 1, 2, 2, 3)
-    # F: pre, embed, 2 x 2, tail, head; I: head, 2 x 2; W: head, 2 x 2, norm, embed; two micro-batches.
+    # F: pre, embed, 2 x 2, tail, head, loss; I: head, 2 x 2; W: head, 2 x 2, norms, embed; two micro-batches.
     per_kind = lower(qwen2(num_hidden_layers=2), n_chunks=2, tp_size=2)
     units = sum(len(us) for chunk in per_kind.chunks.values() for us in chunk.units.values())
     launches = sum(4 for _ in range(2))  # per layer: two forward, two backward
+    launches += 3 + 1  # of the vocabulary: embedding, the loss's maximum and sums; the head's gradient
     assert (row.units, row.launches, row.messages) == (2 * units, 2 * launches, 0)
     assert row.low_us <= row.unit_us <= row.high_us and row.unit_us > 0
     assert "2 x 1" in table([row])

@@ -50,11 +50,9 @@ class TestShard:
             whole = pieces[0] if part.dim is None else torch.cat(pieces, part.dim)
             assert torch.equal(whole, parameter)
 
-    def test_the_replicated_vocabulary_is_said(self) -> None:
-        notes = read_plan(qwen2(), tp_size=2, tp_plan="auto").notes
-        assert any(
-            note.startswith("lm_head: style colwise_gather_output is kept replicated") for note in notes
-        )
+    def test_the_cut_vocabulary_is_said(self) -> None:
+        notes = lower(qwen2()).plan.notes
+        assert "lm_head.weight: 96 rows of the vocabulary, 48 on each TP rank" in notes
 
     def test_one_copy_for_linears_that_share_an_input_and_one_reduce_for_each_row_parallel_one(self) -> None:
         graph = captured(qwen2()).graph_module.graph
@@ -63,10 +61,12 @@ class TestShard:
         assert sum(n.target is TP_REDUCE for n in graph.nodes) == 8
 
     def test_heads_that_do_not_divide(self) -> None:
-        with pytest.raises(PlanError, match=r"num_attention_heads=4 .* tp_size=3; use tp_size 1 or 2"):
+        with pytest.raises(PlanError, match=r"num_attention_heads=4 .* tp_size=3; use tp_size 1, 2 or 4"):
             read_plan(qwen2(), tp_size=3, tp_plan="auto")
-        with pytest.raises(PlanError, match=r"num_key_value_heads=2 is not divisible by tp_size=4"):
-            read_plan(qwen2(), tp_size=4, tp_plan="auto")
+        with pytest.raises(PlanError, match=r"num_key_value_heads=3 of .*neither divides by tp_size=2 nor"):
+            read_plan(
+                qwen2(num_attention_heads=6, num_key_value_heads=3, hidden_size=48), tp_size=2, tp_plan="auto"
+            )
 
     def test_features_that_do_not_divide(self) -> None:
         with pytest.raises(

@@ -22,9 +22,11 @@ def test_attention_and_mlp_are_units_of_their_own_in_every_phase() -> None:
     assert names(first, Phase.F) == ["pre_c0", "embed", "attn0", "mlp0", "attn1", "mlp1", "tail_c0"]
     assert names(first, Phase.I) == ["mlp1", "attn1", "mlp0", "attn0"]
     assert names(first, Phase.W) == ["mlp1", "attn1", "mlp0", "attn0", "norm0", "embed"]
-    assert names(last, Phase.F) == ["pre_c1", "attn2", "mlp2", "attn3", "mlp3", "tail_c1", "head"]
-    assert names(last, Phase.I) == ["head", "mlp3", "attn3", "mlp2", "attn2", "tail_c1"]
-    assert names(last, Phase.W) == ["head", "mlp3", "attn3", "mlp2", "attn2", "norm2"]
+    # Behind the head's columns: the loss's sums once the maximum is known, then the loss.
+    loss = ["tail_c1_2", "tail_c1_3"]
+    assert names(last, Phase.F) == ["pre_c1", "attn2", "mlp2", "attn3", "mlp3", "tail_c1", "head", *loss]
+    assert names(last, Phase.I) == ["head", "tail_c1", "mlp3", "attn3", "mlp2", "attn2", "tail_c1_2"]
+    assert names(last, Phase.W) == ["head", "norm", "mlp3", "attn3", "mlp2", "attn2", "norm2"]
 
 
 def test_equal_units_share_a_key_and_unequal_ones_do_not() -> None:

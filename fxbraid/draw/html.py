@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from fxbraid.draw.layout import Block, Picture, blocks, headline
+from fxbraid.draw.layout import Block, Picture, blocks, collective_name, headline
 from fxbraid.draw.measured import Measured, caption
 from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, paint
 from fxbraid.schedule import Action
@@ -41,7 +41,7 @@ def _data(result: Result, measured: Measured | None) -> dict[str, Any]:
         [[paint(phase, turn * place.p, place).strong for turn in range(place.v)], name]
         for phase, name in (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
     ]
-    legend += [[[HIDDEN], "all-reduce, hidden"], [[EXPOSED], "exposed"]]
+    legend += [[[HIDDEN], f"{collective_name(result)}, hidden"], [[EXPOSED], "exposed"]]
     return {
         "total": max(result.step_time, measured.step_time if measured else 0.0),
         "constants": result.workload.time_unit != "s",

@@ -52,6 +52,12 @@ class Picture(Protocol):
     def boxes(self, rank: int) -> Iterator[Box]: ...
 
 
+def collective_name(result: Picture) -> str:
+    """What a tensor-parallel collective is called: under sequence parallelism there are two kinds."""
+    workload = getattr(result, "workload", None)
+    return "collective" if "sequence parallel" in getattr(workload, "label", "") else "all-reduce"
+
+
 def blocks(result: Picture, rank: int) -> Iterator[Block]:
     """The steps of a rank, ready to draw. In a block of two or three actions F is on top, all others
     below.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
 
-from fxbraid.draw.layout import Block, Picture, Strand, blocks, duration, headline, number
+from fxbraid.draw.layout import Block, Picture, Strand, blocks, collective_name, duration, headline, number
 from fxbraid.draw.measured import Measured, caption
 from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, paint
 from fxbraid.simulate import Box, Result
@@ -182,7 +182,7 @@ class _Drawing:
         yield _rect(x, y - 1, 30, 15, 'class="o" rx="4"')
         yield f'<text class="t" x="{x + 37:g}" y="{y + 11:g}" font-size="13">braided block</text>'
         x += 37 + 110
-        for colour, label in ((HIDDEN, "all-reduce, hidden"), (EXPOSED, "exposed")):
+        for colour, label in ((HIDDEN, f"{collective_name(self.result)}, hidden"), (EXPOSED, "exposed")):
             yield _rect(x, y + 3, 26, 7, f'rx="1.5" fill="{colour}"')
             yield f'<text class="t" x="{x + 33:g}" y="{y + 11:g}" font-size="13">{label}</text>'
             x += 33 + 6.5 * len(label) + 22

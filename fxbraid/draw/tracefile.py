@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fxbraid.draw.layout import name_of
+from fxbraid.draw.layout import collective_name, name_of
 from fxbraid.simulate import Result
 
 COMPUTE, COLLECTIVE, LINKS = 0, 1, 2
@@ -63,7 +63,7 @@ def _rank(result: Result, rank: int) -> Iterator[dict[str, Any]]:
             "pid": rank,
             "tid": COMPUTE if box.lane == "compute" else COLLECTIVE,
             "cat": box.phase if box.lane == "compute" else "collective",
-            "name": box.unit if box.lane == "compute" else f"all-reduce {box.unit}",
+            "name": box.unit if box.lane == "compute" else f"{collective_name(result)} {box.unit}",
             "ts": box.start * scale,
             "dur": (box.end - box.start) * scale,
             "args": {

@@ -32,6 +32,13 @@ def plan_command(
     memory: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.92,
     efficiency: Annotated[float, typer.Option(help="Share of the roofline that compute reaches.")] = 1.0,
     imbalance: Annotated[str, typer.Option(help="RANK:FACTOR,... on the compute of a pipeline rank.")] = "",
+    sequence: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel",
+            help="Consider sequence parallelism too, W's inputs kept or gathered again.",
+        ),
+    ] = False,
     top: Annotated[int, typer.Option(help="Configurations to show.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,6 +59,7 @@ def plan_command(
             memory=memory,
             efficiency=efficiency,
             imbalance=tuple(read_imbalance(imbalance).items()),
+            sequence=("whole", "kept", "gathered") if sequence else ("whole",),
         )
         found = plan(request, top=top)
     except ScheduleError as error:

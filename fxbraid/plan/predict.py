@@ -54,6 +54,7 @@ class Prediction:
             "micro_batch": c.micro_batch,
             "schedule": c.schedule,
             "checkpoint": c.checkpoint,
+            "sequence": c.sequence,
             "step_time": self.step_time,
             "pipeline": self.pipeline,
             "gradients": self.gradients,
@@ -164,6 +165,8 @@ def _workload(request: Request, candidate: Candidate, placement: Placement) -> W
         dp=candidate.dp,
         checkpoint=candidate.checkpoint,
         efficiency=request.efficiency,
+        sequence=candidate.sequence != "whole",
+        regather=candidate.sequence == "gathered",
     )
     return analytic(request.model, request.device, placement, shape)
 

@@ -54,7 +54,7 @@ def to_table(plan: Plan) -> RenderableType:
             str(at + 1),
             *(str(n) for n in (c.tp, c.pp, c.dp, c.v, c.m, c.micro_batch)),
             c.schedule,
-            c.checkpoint,
+            c.checkpoint + {"whole": "", "kept": ", sp", "gathered": ", sp again"}[c.sequence],
             f"{found.step_time:.3f}",
             f"{r.global_batch / found.step_time:.2f}",
             *(f"{100 * share:.1f}" for share in shares),

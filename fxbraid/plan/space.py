@@ -6,11 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fxbraid.schedule import ScheduleError
 from fxbraid.simulate.analytic import Checkpoint
 from fxbraid.simulate.device import Device
 from fxbraid.simulate.model import ModelConfig
+
+Sequence = Literal["whole", "kept", "gathered"]
+"""What norms and residuals work on: all tokens; with sequence parallelism, seq / tp of them, the inputs of W kept as F
+gathered them, or gathered again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class Request:
 
     global_batch: sequences of a step. memory: share of the device's memory that may be used; the rest is for
     the driver, communicators and fragmentation. efficiency: see ``simulate.kernels.Kernels``. imbalance:
-    factors on the compute of pipeline ranks.
+    factors on the compute of pipeline ranks. sequence: which kinds of sequence parallelism are considered.
     """
 
     model: ModelConfig
@@ -35,6 +41,7 @@ class Request:
     memory: float = 0.92
     efficiency: float = 1.0
     imbalance: tuple[tuple[int, float], ...] = field(default=())
+    sequence: tuple[Sequence, ...] = ("whole",)
 
     def __post_init__(self) -> None:
         if min(self.gpus, self.seq, self.global_batch) < 1:
@@ -60,11 +67,13 @@ class Candidate:
     v: int
     schedule: str
     checkpoint: Checkpoint
+    sequence: Sequence = "whole"
 
     def __str__(self) -> str:
+        told = {"whole": "", "kept": " sequence-parallel", "gathered": " sequence-parallel regather"}
         return (
             f"tp={self.tp} pp={self.pp} dp={self.dp} v={self.v} m={self.m} b={self.micro_batch} "
-            f"{self.schedule} checkpoint={self.checkpoint}"
+            f"{self.schedule} checkpoint={self.checkpoint}{told[self.sequence]}"
         )
 
 
@@ -101,7 +110,13 @@ def candidates(request: Request) -> Iterator[Candidate]:
                     if pp * v > model.layers:
                         continue
                     for checkpoint in request.checkpoints:
-                        yield Candidate(tp, pp, dp, micro_batch, m, v, schedule, checkpoint)
+                        for sequence in _sequences(request, tp):
+                            yield Candidate(tp, pp, dp, micro_batch, m, v, schedule, checkpoint, sequence)
+
+
+def _sequences(request: Request, tp: int) -> tuple[Sequence, ...]:
+    """With one rank there is nothing to cut, and tokens are cut into equal parts."""
+    return request.sequence if tp > 1 and request.seq % tp == 0 else ("whole",)
 
 
 def explain_none(request: Request) -> str:

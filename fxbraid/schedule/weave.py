@@ -33,6 +33,7 @@ class Strand:
     ``phase``: "F", "I" or "W". ``launches[i]``: unit i ends with a collective. ``heavy[i]``: unit i contains a
     matrix product, so it can hide a collective. ``depth[i]``: for W, the unit of I (its ``depth``) whose gradients
     it needs. ``own`` (W only): the W of the I in this block; else its I is done and it can run at any time.
+    ``fetches`` (W only): unit i reads an all-gather that is launched ahead of it (:func:`fetch_points`).
     ``seconds`` and ``collective``: of every unit and of what it launches, where the order is made from costs
     (``listorder``); the paper's order does not read them.
     """
@@ -44,6 +45,7 @@ class Strand:
     own: bool = False
     seconds: tuple[float, ...] = ()
     collective: tuple[float, ...] = ()
+    fetches: tuple[bool, ...] = ()
 
     def __len__(self) -> int:
         return len(self.launches)
@@ -53,12 +55,22 @@ class Strand:
         """Does it say how long its units take?"""
         return len(self.seconds) == len(self.collective) == len(self)
 
+    @property
+    def bridged(self) -> bool:
+        """Does every other collective follow a unit that hides nothing (sequence parallelism: a norm between a
+        reduce-scatter and an all-gather)? A lookup or a loss that ends with one makes no such strand.
+        """
+        light = sum(launch and not heavy for launch, heavy in zip(self.launches, self.heavy, strict=True))
+        return light > 1 and light >= sum(self.launches) - light - 1
+
     def segments(self) -> list[list[int]]:
-        """Runs of units that end with a collective; the last one ends without."""
+        """Runs of units that end with a collective, and between bridges with any unit that can hide one; the last one
+        ends without.
+        """
         found: list[list[int]] = [[]]
         for unit, launch in enumerate(self.launches):
             found[-1].append(unit)
-            if launch:
+            if launch or (self.bridged and self.heavy[unit]):
                 found.append([])
         return found
 
@@ -67,7 +79,12 @@ def weave(strands: Sequence[Strand]) -> Order:
     """Order of a block: (strand, unit) pairs, every unit once.
 
     One or two strands of F and I alternate, a segment of each in turn; a W of its own follows its I segment at
-    once; a W from the queue is spread evenly behind the launches.
+    once; a W from the queue is spread evenly behind the launches. Between bridges a strand has three segments for two
+    collectives, ``norm, AG; half; half, RS``, and the second strand begins up to two segments later, as leaves the
+    fewest collectives bare: then each runs beside a half of the other strand::
+
+        F: norm AG | half |      | half RS |      | norm AG |         | half |
+        I:                  norm AG |        half |         | half RS |      | norm AG
     """
     comm = [s for s, strand in enumerate(strands) if strand.phase in ("F", "I")]
     fill = [s for s, strand in enumerate(strands) if strand.phase == "W"]
@@ -83,12 +100,49 @@ def weave(strands: Sequence[Strand]) -> Order:
     return _with_queued(strands, turns, fill[0])
 
 
+def fetch_points(strands: Sequence[Strand], order: Order) -> dict[int, Order]:
+    """Position in ``order`` -> the units whose input is gathered from there on: before the last unit with a matrix
+    product that runs ahead of them, which hides it; at the block's start where there is none.
+    """
+    points: dict[int, Order] = {}
+    hiding = 0
+    for position, (s, unit) in enumerate(order):
+        strand = strands[s]
+        if strand.fetches and strand.fetches[unit]:
+            points.setdefault(hiding, []).append((s, unit))
+        if strand.heavy[unit]:
+            hiding = position
+    return points
+
+
 def _alternate(strands: Sequence[Strand], comm: Sequence[int]) -> list[tuple[int, list[int]]]:
+    lags = range(3) if len(comm) == 2 and all(strands[s].bridged for s in comm) else range(1)
+    return min((_in_turn(strands, comm, lag) for lag in lags), key=lambda turns: _bare(strands, turns))
+
+
+def _in_turn(strands: Sequence[Strand], comm: Sequence[int], lag: int) -> list[tuple[int, list[int]]]:
+    """A segment of each strand in turn, the second strand ``lag`` segments late."""
     queues = {s: strands[s].segments() for s in comm}
+    late = {s: k * lag for k, s in enumerate(comm)}
     turns: list[tuple[int, list[int]]] = []
-    for step in range(max(len(q) for q in queues.values())):
-        turns += [(s, queues[s][step]) for s in comm if step < len(queues[s])]
+    for step in range(max(len(queues[s]) + late[s] for s in comm)):
+        turns += [(s, queues[s][step - late[s]]) for s in comm if 0 <= step - late[s] < len(queues[s])]
     return turns
+
+
+def _bare(strands: Sequence[Strand], turns: Sequence[tuple[int, list[int]]]) -> int:
+    """How many collectives have no unit of another strand beside them that could hide them."""
+    open_: set[int] = set()
+    bare = 0
+    for s, segment in turns:
+        for unit in segment:
+            bare += s in open_
+            open_.discard(s)
+            if strands[s].heavy[unit]:
+                open_ &= {s}
+            if strands[s].launches[unit]:
+                open_.add(s)
+    return bare
 
 
 def _with_own(

@@ -23,6 +23,7 @@ from fxbraid.schedule import Placement, ScheduleError
 from fxbraid.simulate.device import Device
 from fxbraid.simulate.kernels import Kernels, pipeline_links
 from fxbraid.simulate.model import ModelConfig
+from fxbraid.simulate.tokens import Collective, apart
 from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
 
 Checkpoint = Literal["none", "selective", "full"]
@@ -40,7 +41,9 @@ Group = tuple[list[UnitCost], list[UnitCost], list[UnitCost]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One micro-batch on one rank of a TP group. efficiency: see ``Kernels``."""
+    """One micro-batch on one rank of a TP group. efficiency: see ``Kernels``. sequence: norms and residuals work on
+    seq / tp tokens (``fxbraid.simulate.tokens``); regather: W gathers its inputs again, which then are not kept.
+    """
 
     seq: int
     batch: int = 1
@@ -49,6 +52,13 @@ class Shape:
     checkpoint: Checkpoint = "none"
     width: int = 2
     efficiency: float = 1.0
+    sequence: bool = False
+    regather: bool = False
+
+    @property
+    def cut(self) -> int:
+        """Into how many parts the tokens between the parallel regions are cut."""
+        return self.tp if self.sequence else 1
 
     @property
     def tokens(self) -> int:
@@ -76,7 +86,7 @@ def analytic(
             f"which has {model.layers}; give one number per chunk that add up to that"
         )
     last = placement.n_chunks - 1
-    boundary = float(shape.tokens * model.hidden * shape.width)
+    boundary = float(shape.tokens * model.hidden * shape.width) / shape.cut
     layer = parts.layer()
     made: dict[tuple[int, bool, bool], ChunkCost] = {}
     for k, count in enumerate(counts):
@@ -92,7 +102,7 @@ def analytic(
         flops=model.step_flops(shape.tokens, shape.seq) / shape.tp,
         peak=device.peak,
         static=tuple(parts.static(count, k == 0, k == last) for k, count in enumerate(counts)),
-        label=f"{model.name} on {device.name}, seq {shape.seq}, micro-batch {shape.batch}, tp {shape.tp}",
+        label=f"{model.name} on {device.name}, seq {shape.seq}, micro-batch {shape.batch}, tp {shape.tp}{_said(shape)}",
         memory_unit="bytes",
         contention=device.contention if shape.tp > 1 else 0.0,
     )
@@ -100,6 +110,13 @@ def analytic(
 
 def check_shape(model: ModelConfig, shape: Shape) -> None:
     """Raises ScheduleError where tp does not divide what it has to."""
+    if shape.sequence and shape.seq % shape.tp:
+        raise ScheduleError(
+            f"tp={shape.tp} does not divide the {shape.seq} tokens of a sequence, which sequence parallelism cuts; "
+            f"take {shape.seq + shape.tp - shape.seq % shape.tp} tokens, or leave it out"
+        )
+    if shape.regather and not shape.sequence:
+        raise ScheduleError("regather gathers what sequence parallelism has cut; it means nothing without it")
     for name, size in (("heads", model.heads), ("ffn columns", model.ffn)):
         if size % shape.tp:
             raise ScheduleError(
@@ -127,8 +144,13 @@ class _Parts:
 
     @property
     def stream(self) -> float:
-        """Elements of the residual stream, which every rank of a TP group holds whole."""
+        """Elements of the residual stream of a micro-batch."""
         return float(self.shape.tokens * self.model.hidden)
+
+    @property
+    def part(self) -> float:
+        """Elements of what a rank holds of it between the parallel regions."""
+        return self.stream / self.shape.cut
 
     @property
     def queries(self) -> int:
@@ -196,9 +218,9 @@ class _Parts:
             i += back
             w += weight
         if not last:
-            f.append(_unit("tail", self.kernels.passes(3 * self.stream), light=True))
+            f.append(_unit("tail", self.kernels.passes(3 * self.part), light=True))
         if not first:
-            i.append(_unit("tail", self.kernels.passes(5 * self.stream), light=True))
+            i.append(_unit("tail", self.kernels.passes(5 * self.part), light=True))
         return ChunkCost(
             _numbered(f), _numbered(i), _weights(i, w), 0.0 if last else boundary, 0.0 if first else boundary
         )
@@ -206,17 +228,17 @@ class _Parts:
     def layer(self) -> Group:
         """F, I and W of one layer, I and W in the order in which they run."""
         attn, mlp = self.attention(), self.mlp()
-        return [attn[0], mlp[0]], [mlp[1], attn[1]], [mlp[2], attn[2]]
+        return [*attn[0], *mlp[0]], [*mlp[1], *attn[1]], [*mlp[2], *attn[2]]
 
-    def attention(self) -> tuple[UnitCost, UnitCost, UnitCost]:
+    def attention(self) -> Group:
         m, s, kernel = self.model, self.shape, self.kernels
         tokens, wide = s.tokens, self.queries + self.keys
         qkv, out = kernel.matmul(tokens, m.hidden, wide), kernel.matmul(tokens, self.queries, m.hidden)
         rotary = kernel.passes(2 * tokens * (self.queries + self.keys / 2))
-        norm = kernel.passes(4 * self.stream)
+        norm = kernel.passes(4 * self.part)
         forward = norm + qkv + rotary + kernel.attention(tokens, s.seq, self.queries) + out
         back = (
-            kernel.passes(5 * self.stream)
+            kernel.passes(5 * self.part)
             + kernel.matmul(tokens, m.hidden, self.queries)
             + kernel.attention(tokens, s.seq, self.queries, backward=True)
             + rotary
@@ -226,15 +248,16 @@ class _Parts:
         local = tokens * (self.queries + wide) * s.width  # q, k, v and what attention returns
         returned = tokens * self.queries * s.width
         kept = returned if s.checkpoint != "full" else 0
-        return self._three("attn", forward, back, weight, norm, _Memory(local, returned, kept, wide))
+        rows = self._rows(self.queries)
+        return self._three("attn", forward, back, weight, norm, _Memory(local, returned, kept, wide), rows)
 
-    def mlp(self) -> tuple[UnitCost, UnitCost, UnitCost]:
+    def mlp(self) -> Group:
         m, s, kernel = self.model, self.shape, self.kernels
         tokens, up = s.tokens, (2 if m.gated else 1) * self.ffn
-        norm, act = kernel.passes(4 * self.stream), kernel.passes(tokens * (up + self.ffn))
+        norm, act = kernel.passes(4 * self.part), kernel.passes(tokens * (up + self.ffn))
         forward = norm + kernel.matmul(tokens, m.hidden, up) + act + kernel.matmul(tokens, self.ffn, m.hidden)
         back = (
-            kernel.passes(5 * self.stream)
+            kernel.passes(5 * self.part)
             + kernel.matmul(tokens, m.hidden, self.ffn)
             + kernel.passes(tokens * (2 * up + 2 * self.ffn))
             + kernel.matmul(tokens, up, m.hidden)
@@ -243,37 +266,59 @@ class _Parts:
         acted = tokens * self.ffn * s.width
         kept = acted if s.checkpoint == "none" else 0
         memory = _Memory(tokens * up * s.width + kept, acted, kept, up)
-        return self._three("mlp", forward, back, weight, norm + act, memory)
+        return self._three("mlp", forward, back, weight, norm + act, memory, self._rows(self.ffn))
+
+    def _rows(self, inner: int) -> tuple[float, float, float]:
+        """Seconds of a row-parallel product in F, I and W."""
+        tokens, hidden = self.shape.tokens, self.model.hidden
+        sizes = (tokens, inner, hidden), (tokens, hidden, inner), (inner, tokens, hidden)
+        f, i, w = (self.kernels.matmul(*size) for size in sizes)
+        return f, i, w
 
     def _three(
-        self, name: str, forward: float, back: float, weight: float, cheap: float, memory: _Memory
-    ) -> tuple[UnitCost, UnitCost, UnitCost]:
-        """One unit in its three phases. cheap: seconds that selective recomputation repeats."""
+        self,
+        name: str,
+        forward: float,
+        back: float,
+        weight: float,
+        cheap: float,
+        memory: _Memory,
+        rows: tuple[float, float, float],
+    ) -> Group:
+        """One unit in its three phases. cheap: seconds that selective recomputation repeats.
+        rows: of its row-parallel product in F, I and W."""
         s = self.shape
-        stream = self.stream * s.width
-        normed = stream if s.checkpoint == "none" else 0.0
-        saved = stream if s.checkpoint == "full" else stream + normed + memory.local
+        stream, part = self.stream * s.width, self.part * s.width
+        normed = (part if s.regather else stream) if s.checkpoint == "none" else 0.0
+        saved = part if s.checkpoint == "full" else part + normed + memory.local
         again = {"none": 0.0, "selective": cheap, "full": forward}[s.checkpoint]
         # W reads the normed input, its own part of what is local, and two gradients: the one that came into I
         # and the one inside it. What F did not keep of that, I makes again.
         kept = normed + memory.kept
-        made = stream + memory.for_w - kept + stream + s.tokens * memory.handed * s.width
-        ar = self.kernels.all_reduce(self.stream, s.tp)
-        return (
+        made = (part if s.regather else stream) + memory.for_w - kept + stream
+        made += s.tokens * memory.handed * s.width
+        ar = 0.0 if s.sequence else self.kernels.all_reduce(self.stream, s.tp)
+        whole = (
             UnitCost(name, forward, 0, True, ar, saves=saved),
             UnitCost(name, back + again, 0, True, ar, saves=made, frees=saved - kept),
             UnitCost(name, weight, 0, frees=kept + made),
         )
+        if not s.sequence:
+            return [whole[0]], [whole[1]], [whole[2]]
+        ends = self.kernels.passes(4 * self.part), self.kernels.passes(5 * self.part)
+        gather = Collective(self.kernels.gather(self.stream, s.tp), stream)
+        return apart(*whole, ends, rows, gather, again=s.checkpoint != "none", regather=s.regather)
 
     def embedding(self) -> Group:
         seconds = self.kernels.passes(2 * self.stream)
-        ar = self.kernels.all_reduce(self.stream, self.shape.tp)
+        back = _unit("embed", self.kernels.passes(5 * self.part), light=True)
+        if self.shape.sequence:
+            ar = self.kernels.gather(self.stream, self.shape.tp)  # its gradient is gathered
+            back = replace(back, launches=True, collective=ar)
+        else:
+            ar = self.kernels.all_reduce(self.stream, self.shape.tp)
         forward = UnitCost("embed", seconds, 0, True, ar, heavy=False)
-        return (
-            [forward],
-            [_unit("embed", self.kernels.passes(5 * self.stream), light=True)],
-            [_unit("embed", seconds, light=True)],
-        )
+        return [forward], [back], [_unit("embed", seconds, light=True)]
 
     def head(self) -> Group:
         m, s, kernel = self.model, self.shape, self.kernels
@@ -284,10 +329,21 @@ class _Parts:
         back = kernel.passes(3 * logits) + kernel.matmul(s.tokens, self.vocab, m.hidden)
         weight = kernel.matmul(m.hidden, s.tokens, self.vocab)
         stream, kept = self.stream * s.width, logits * s.width
-        ar = kernel.all_reduce(self.stream, s.tp)
+        if not s.sequence:
+            ar = kernel.all_reduce(self.stream, s.tp)
+            return (
+                [UnitCost("head", forward, 0, saves=2 * stream + kept)],
+                [UnitCost("head", back, 0, True, ar, saves=kept, frees=stream + kept)],
+                [UnitCost("head", weight, 0, frees=stream + kept)],
+            )
+        gather, part = kernel.gather(self.stream, s.tp), self.part * s.width
+        norm = kernel.passes(4 * self.part)
         return (
-            [UnitCost("head", forward, 0, saves=2 * stream + kept)],
-            [UnitCost("head", back, 0, True, ar, saves=kept, frees=stream + kept)],
+            [
+                UnitCost("norm_head", norm, 0, True, gather, heavy=False),
+                UnitCost("head", forward - kernel.passes(4 * self.stream), 0, saves=part + stream + kept),
+            ],
+            [UnitCost("head", back, 0, True, gather, saves=kept, frees=part + kept)],
             [UnitCost("head", weight, 0, frees=stream + kept)],
         )
 
@@ -305,6 +361,12 @@ def _named(group: Group, k: int) -> Group:
     """``attn`` -> ``attn3``."""
     f, i, w = ([replace(unit, name=f"{unit.name}{k}") for unit in units] for units in group)
     return f, i, w
+
+
+def _said(shape: Shape) -> str:
+    if not shape.sequence:
+        return ""
+    return ", sequence parallel" + (", W gathers again" if shape.regather else "")
 
 
 def _unit(name: str, seconds: float, *, light: bool) -> UnitCost:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from fxbraid.schedule import Action, Composite, Phase, Step
 from fxbraid.schedule.listorder import Orders
-from fxbraid.schedule.weave import Order, Strand, weave
+from fxbraid.schedule.weave import Order, Strand, fetch_points, weave
 from fxbraid.simulate.workload import UnitCost, Workload, strand
 
 Lane = Literal["compute", "collective"]
@@ -67,6 +67,8 @@ class _Line:
     units: tuple[UnitCost, ...]
     pending: int | None = None
     left: int = 0
+    #: slots of all-gathers under way, by the unit that reads them
+    fetching: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -83,8 +85,10 @@ class _Clock:
     slots: list[Slot] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
 
-    def run(self, line: _Line, unit: UnitCost) -> None:
+    def run(self, line: _Line, index: int) -> None:
+        unit = line.units[index]
         self.wait(line)
+        self.wait_for(line.fetching.pop(index, None))
         start = self.now
         seconds = self.beside(unit.seconds)
         self.now += seconds
@@ -95,9 +99,11 @@ class _Clock:
             self.memory.append((start, unit.saves))
         if unit.frees:
             self.memory.append((self.now, -unit.frees))
+        if unit.fetched:
+            self.memory.append((self.now, -unit.fetched))
         line.left -= 1
         if unit.launches and unit.collective > 0:
-            self.launch(line, unit)
+            line.pending = self.launch(line, unit.name, unit.collective)
             if not self.braided:
                 self.wait(line)
 
@@ -109,21 +115,36 @@ class _Clock:
         done = busy * (1 - self.contention)
         return seconds / (1 - self.contention) if seconds <= done else busy + seconds - done
 
-    def launch(self, line: _Line, unit: UnitCost) -> None:
+    def fetch(self, line: _Line, index: int) -> None:
+        """Gather what unit ``index`` of ``line`` reads."""
+        unit = line.units[index]
+        if unit.fetched:
+            self.memory.append((self.now, unit.fetched))
+        slot = self.launch(line, unit.name, unit.fetch)
+        if self.braided:
+            line.fetching[index] = slot
+        else:
+            self.wait_for(slot)
+
+    def launch(self, line: _Line, name: str, seconds: float) -> int:
         queued = self.lane_free > self.now
         start = max(self.now, self.lane_free)
         cause = self.lane_last if queued else self.cause
-        self.lane_free = start + unit.collective
-        self.slots.append(Slot("collective", line.part, line.phase, unit.name, start, self.lane_free, cause))
-        self.lane_last = line.pending = len(self.slots) - 1
+        self.lane_free = start + seconds
+        self.slots.append(Slot("collective", line.part, line.phase, name, start, self.lane_free, cause))
+        self.lane_last = len(self.slots) - 1
+        return self.lane_last
 
     def wait(self, line: _Line) -> None:
-        if line.pending is None:
-            return
-        done = self.slots[line.pending].end
-        if done > self.now:
-            self.now, self.cause = done, line.pending
+        self.wait_for(line.pending)
         line.pending = None
+
+    def wait_for(self, slot: int | None) -> None:
+        if slot is None:
+            return
+        done = self.slots[slot].end
+        if done > self.now:
+            self.now, self.cause = done, slot
 
 
 def time_block(
@@ -152,9 +173,13 @@ def time_block(
         orders = Orders(ordered_by.contention)
     clock = _Clock(braided, workload.contention)
     sends: list[tuple[float, int] | None] = [None] * len(actions)
-    for s, u in orders(strands):
+    order = orders(strands)
+    fetches = fetch_points(strands, order)
+    for position, (s, u) in enumerate(order):
+        for other, unit in fetches.get(position, ()):
+            clock.fetch(lines[other], unit)
         line = lines[s]
-        clock.run(line, line.units[u])
+        clock.run(line, u)
         if line.phase != "W" and not line.left and line.pending is None:
             sends[line.part] = (clock.now, clock.cause)
     for line in lines:

@@ -33,6 +33,13 @@ def simulate_command(
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     batch: Annotated[int, typer.Option("--micro-batch", help="Sequences of a micro-batch.")] = 1,
     checkpoint: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    sequence: Annotated[
+        bool,
+        typer.Option("--sequence-parallel", help="Norms and residuals on seq / tp tokens (with --model)."),
+    ] = False,
+    regather: Annotated[
+        bool, typer.Option("--regather", help="With --sequence-parallel: W gathers its inputs again.")
+    ] = False,
     split: Annotated[str, typer.Option(help="Layers of each chunk, for example 12,12,12,10.")] = "",
     efficiency: Annotated[float, typer.Option(help="Share of the roofline that compute reaches.")] = 1.0,
     braid: Annotated[bool, typer.Option("--braid", help="Pair neighbours where that pays.")] = False,
@@ -46,7 +53,15 @@ def simulate_command(
         costs = read_times(times)
         plan = read_schedule(schedule, pp, m, v, braided=braid, costs=Costs(*costs))
         if model:
-            shape = Shape(seq, batch, tp, checkpoint=_checkpoint(checkpoint), efficiency=efficiency)
+            shape = Shape(
+                seq,
+                batch,
+                tp,
+                checkpoint=_checkpoint(checkpoint),
+                efficiency=efficiency,
+                sequence=sequence,
+                regather=regather,
+            )
             layers = [int(part) for part in split.split(",")] if split else None
             workload = analytic(load_model(model), device(on), plan.placement, shape, layers)
             workload = imbalanced(plan, workload, imbalance)

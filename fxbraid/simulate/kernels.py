@@ -64,6 +64,13 @@ class Kernels:
         speed = (d.nvlink if inside else d.network) * d.wire
         return ring(ranks) * elements * self.width / speed + (d.latency if inside else d.network_latency)
 
+    def gather(self, elements: float, ranks: int) -> float:
+        """Seconds of a ring all-gather or reduce-scatter: (t-1)/t of the whole's bytes, half of an all-reduce."""
+        if ranks == 1:
+            return 0.0
+        latency = self.device.latency if ranks <= self.device.node else self.device.network_latency
+        return (self.all_reduce(elements, ranks) - latency) / 2 + latency
+
 
 def ring(ranks: int) -> float:
     """Bytes that each rank of a ring all-reduce sends, per byte of the message: 2 (t-1)/t."""

@@ -23,7 +23,8 @@ class UnitCost:
     seconds: compute. launches: it ends with a collective, which takes ``collective`` seconds (0 where tp is
     1: the order of units does not depend on it). heavy: it contains a matrix product. depth: its place in F
     or I; in W, the unit of I whose gradients it needs. saves: bytes that it makes and that outlive it. frees:
-    bytes that nobody needs after it. Over F, I and W of a chunk, saves and frees add up to the same.
+    bytes that nobody needs after it. Over F, I and W of a chunk, saves and frees add up to the same. fetch: seconds
+    of an all-gather that W waits for, which is launched ahead of it; fetched: its bytes, from then to its end.
     """
 
     name: str
@@ -34,6 +35,8 @@ class UnitCost:
     heavy: bool = True
     saves: float = 0.0
     frees: float = 0.0
+    fetch: float = 0.0
+    fetched: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class ChunkCost:
 
     def collective(self, phases: str = "FI") -> float:
         """Time of all collectives of ``phases``."""
-        return sum(unit.collective for phase in phases for unit in self.of(phase) if unit.launches)
+        units = [unit for phase in phases for unit in self.of(phase)]
+        return sum(unit.collective for unit in units if unit.launches) + sum(unit.fetch for unit in units)
 
     @property
     def saved(self) -> float:
@@ -183,6 +187,7 @@ def strand(
         heavy=tuple(unit.heavy for unit in units),
         depth=tuple(unit.depth for unit in units),
         own=own,
+        fetches=tuple(unit.fetch > 0 for unit in units),
         seconds=() if costs is None else tuple(unit.seconds for unit in costs),
         collective=() if costs is None else tuple(unit.collective * unit.launches for unit in costs),
     )
