@@ -448,6 +448,7 @@ def test_how_torch_fails_with_compiled_layers_is_tried_and_said() -> None:
 # --- whole runs --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # README's first command does the same
 def test_fxbraid_and_torch_agree_on_four_ranks(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [sys.executable, "-m", "fxbraid.bench", "--seq", "16", "--steps", "2", "--json", str(path)]

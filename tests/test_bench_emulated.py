@@ -144,6 +144,7 @@ def wall(config: BenchConfig) -> Any:
     return run_ranks(config)
 
 
+@pytest.mark.slow
 def test_real_compute_on_an_emulated_link_with_a_measured_ratio() -> None:
     config = BenchConfig(
         pp=2,

@@ -64,6 +64,7 @@ def test_every_schedule_gives_the_unsplit_gradients(model: str, tied: bool, name
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.slow
 def test_in_double_precision_nothing_is_left_of_the_difference() -> None:
     names = ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"]
     results = launch(

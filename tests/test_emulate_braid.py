@@ -78,6 +78,7 @@ def times() -> list[list[dict[str, Any]]]:
     return [launch(step_times, (some, 8), nproc=4, timeout_s=240) for some in (names, names[:1])]
 
 
+@pytest.mark.slow  # and fxbraid.bench.bitwise, over every clock and link
 def test_losses_and_gradients_are_those_of_gloo_to_the_bit() -> None:
     cases = [Case(steps=2), Case(steps=2, braided=False, schedule="1f1b")]
     ranks = launch(run_everywhere, (cases,), nproc=4, timeout_s=240)

@@ -84,10 +84,8 @@ def test_1x4_pipeline_alone() -> None:
     assert same(*outcomes[:2]) and same(*outcomes[2:5])
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_smaller_layouts(tp: int, pp: int) -> None:
     base = Case(tp=tp, pp=pp, m=3)
     outcomes = run([*variants(base), replace(base, model="llama", tied=False, m=8)])

@@ -41,6 +41,7 @@ def test_equal_units_share_a_key_and_unequal_ones_do_not() -> None:
     assert key["mlp1", Phase.F] != key["mlp1", Phase.I]
 
 
+@pytest.mark.slow  # test_compile.py counts artefacts by depth
 def test_the_number_of_distinct_units_does_not_grow_with_depth() -> None:
     distinct = {
         depth: len({u.key for us in chunk.units.values() for u in us})

@@ -31,6 +31,7 @@ def test_parts_are_summed_once_and_to_the_bit_and_what_broke_elsewhere_is_right(
     assert same(*outcomes[:2]) and same(*outcomes[2:4])
 
 
+@pytest.mark.slow  # in lockstep by default: test_zoo.py
 def test_four_ranks_share_two_heads() -> None:
     run([Case(model="qwen3", tp=4, pp=1, dtype=torch.float64, m=2, layers=2, steps=2)])
 
