@@ -25,6 +25,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import forked
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,6 +37,7 @@ LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pi
 TAIL_LINES = 40  # of each rank's output, kept for error messages
 
 LineCallback = Callable[[int, str], None]
+Process = subprocess.Popen[bytes] | forked.Adopted
 
 
 class RankError(RuntimeError):
@@ -54,7 +57,7 @@ class RankTimeout(RankError, TimeoutError):
 @dataclass(slots=True)
 class _Rank:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     reader: threading.Thread
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
 
@@ -92,12 +95,16 @@ def launch(
     Each line that a rank prints goes to ``on_line(rank, line)``, in the caller's thread (default: to
     stderr, with the rank in front).
 
+    On Linux without a GPU several ranks are forked from one process that has imported the target's module and what of
+    torch and transformers this process has imported (``FXBRAID_FORK=0``: each rank imports for itself).
+
     Raises ``RankError`` when a rank raises or dies; its siblings are ended (SIGTERM, a second later
     SIGKILL), also while they wait in a collective. Raises ``RankTimeout`` after ``timeout_s`` seconds.
     """
     if nproc < 1:
         raise ValueError(f"nproc={nproc} starts no rank; give a number of ranks that is at least 1")
     name = _name_of(target)
+    begun = time.monotonic()
     store, port = _start_store()
     with tempfile.TemporaryDirectory(prefix="fxbraid-launch-") as folder:
         job = Path(folder)
@@ -105,9 +112,9 @@ def launch(
         lines: queue.SimpleQueue[tuple[_Rank, str]] = queue.SimpleQueue()
         ranks: list[_Rank] = []
         try:
-            for rank in range(nproc):
-                ranks.append(_start_rank(job, rank, _rank_env(rank, nproc, port, env), lines))
-            _supervise(job, ranks, lines, on_line or _echo, timeout_s)
+            environments = [_rank_env(rank, nproc, port, env) for rank in range(nproc)]
+            _start_ranks(job, name, environments, ranks, lines, timeout_s)
+            _supervise(job, ranks, lines, on_line or _echo, timeout_s, begun)
         finally:
             _end(ranks)
         results = [_read(job / f"result-{rank}") for rank in range(nproc)]
@@ -214,13 +221,33 @@ def _loopback() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
-def _start_rank(
-    job: Path, rank: int, env: dict[str, str], lines: queue.SimpleQueue[tuple[_Rank, str]]
-) -> _Rank:
+def _start_ranks(
+    job: Path,
+    name: str,
+    environments: Sequence[dict[str, str]],
+    ranks: list[_Rank],
+    lines: queue.SimpleQueue[tuple[_Rank, str]],
+    timeout_s: float,
+) -> None:
+    """Several ranks are forked from one process that has imported what they need, where that can be done."""
+    adopted = None
+    if len(environments) > 1 and forked.possible():
+        try:
+            adopted = forked.start(job, name.partition(":")[0], environments, timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RankTimeout(
+                0, f"the ranks' imports alone took more than {timeout_s:g} s; give a larger limit"
+            ) from None
+    for rank, env in enumerate(environments):
+        process = adopted[rank] if adopted is not None else _start_process(job, rank, env)
+        ranks.append(_with_reader(rank, process, lines))
+
+
+def _start_process(job: Path, rank: int, env: dict[str, str]) -> Process:
     # -P: the script's folder must not come first in the rank's search path.
     script = str(Path(__file__).with_name("rank_main.py"))
     command = [sys.executable, "-P", "-u", script, str(job), str(rank), str(os.getpid())]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -229,10 +256,13 @@ def _start_rank(
         start_new_session=True,  # one process group per rank: its own children end with it
     )
 
+
+def _with_reader(rank: int, process: Process, lines: queue.SimpleQueue[tuple[_Rank, str]]) -> _Rank:
     def read() -> None:
         assert process.stdout is not None
-        for raw in process.stdout:
-            lines.put((entry, raw.decode(errors="replace").rstrip("\n")))
+        with process.stdout as output:
+            for raw in output:
+                lines.put((entry, raw.decode(errors="replace").rstrip("\n")))
 
     entry = _Rank(rank, process, threading.Thread(target=read, daemon=True))
     entry.reader.start()
@@ -249,9 +279,10 @@ def _supervise(
     lines: queue.SimpleQueue[tuple[_Rank, str]],
     on_line: LineCallback,
     timeout_s: float,
+    begun: float,
 ) -> None:
     """Return when every rank has ended well; raise as soon as one has not."""
-    deadline = time.monotonic() + timeout_s
+    deadline = begun + timeout_s
     while True:
         _drain(lines, on_line, wait_s=POLL_S)
         # Asked in this order: a rank writes its result before it ends, never the other way round.
@@ -294,7 +325,7 @@ def _failures(job: Path, ranks: Sequence[_Rank], ended: Sequence[_Rank]) -> list
     return found
 
 
-def _ending(process: subprocess.Popen[bytes]) -> str:
+def _ending(process: Process) -> str:
     code = _exit_code(process) or 0
     if code >= 0:
         return f"it ended with exit code {code} before its function returned"
@@ -346,7 +377,7 @@ def _drain(
             on_line(entry.rank, line)
 
 
-def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+def _exit_code(process: Process) -> int | None:
     """As ``Popen.poll``, but without reaping: the id, and so its group's, stays ours until ``_end``."""
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.poll()
@@ -356,7 +387,7 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+def _has_ended(process: Process) -> bool:
     return _exit_code(process) is not None
 
 
@@ -378,7 +409,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
             entry.reader.join(GRACE_S)
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal_group(process: Process, number: signal.Signals) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)

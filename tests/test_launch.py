@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fxbraid.runtime import forked
 from fxbraid.runtime import launch as launch_module
 from fxbraid.runtime.launch import RankError, RankTimeout, launch, process_group
 
@@ -119,7 +120,52 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_results_come_back_in_rank_order() -> None:
+@pytest.fixture(autouse=True)
+def nothing_to_import_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process have imported is no matter of these."""
+    monkeypatch.setattr(forked, "heavy", tuple)
+
+
+@pytest.fixture(params=["0", "1"], ids=["started", "forked"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("FXBRAID_FORK", request.param)
+    return str(request.param)
+
+
+def who() -> tuple[int, int, int, str]:
+    return os.getpid(), os.getppid(), os.getpgid(0), os.environ["RANK"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_ranks_are_this_processs_own_children_in_groups_of_their_own(way: str) -> None:
+    results = launch(who, (), nproc=3, timeout_s=60)
+    assert len({pid for pid, *_ in results}) == 3
+    for rank, (pid, parent, group, name) in enumerate(results):
+        assert (parent, group, name) == (os.getpid(), pid, str(rank))
+        with pytest.raises(ChildProcessError):  # waited for: no zombie is left
+            os.waitpid(pid, os.WNOHANG)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_imports_that_take_too_long_are_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(RankTimeout, match="imports alone took more than 1 s"):
+        launch("slow_to_import:f", (), nproc=2, timeout_s=1)
+    assert time.monotonic() - start < 10
+
+
+def test_a_module_that_fails_to_import_is_named(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_to_import.py").write_text("raise RuntimeError('no such luck')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RankError, match="no such luck"):
+        launch("bad_to_import:f", (), nproc=2, timeout_s=60, on_line=lambda *_: None)
+
+
+def test_results_come_back_in_rank_order(way: str) -> None:
     results = launch(add_ranks, (10,), nproc=3, timeout_s=90, env={"OMP_NUM_THREADS": "2"})
     assert results == [(rank, 33, "2") for rank in range(3)]
 
@@ -172,7 +218,9 @@ def test_a_rank_that_ignores_sigterm_and_its_children_end_too(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_is_named_and_its_children_end(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_its_children_end(
+    number: signal.Signals, way: str, tmp_path: Path
+) -> None:
     with pytest.raises(RankError, match=f"rank 1 failed: it was ended by signal .*{number.name}"):
         launch(die, (str(tmp_path), int(number)), nproc=2, timeout_s=60, on_line=lambda *_: None)
     assert_gone(tmp_path, 1)
