@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import braid, profile
+    from .api import braid, from_pretrained, profile
     from .model import BraidedModel
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
     from .runtime.profile import Profile
@@ -27,11 +27,12 @@ __all__ = [
     "Profile",
     "UnsupportedError",
     "braid",
+    "from_pretrained",
     "profile",
 ]
 
 _HOME = {
-    **dict.fromkeys(("braid", "profile"), "api"),
+    **dict.fromkeys(("braid", "from_pretrained", "profile"), "api"),
     "Profile": "runtime.profile",
     "BraidedModel": "model",
     **dict.fromkeys(

@@ -41,7 +41,8 @@ def facts(arguments: Mapping[str, Any]) -> Facts:
     for name, value in arguments.items():
         text = describe(value)
         shown = f"the schedule {value.name}" if isinstance(value, Schedule) else text
-        shown = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 3]}..."
+        if not isinstance(value, BraidError):  # why a rank can't go on is shown whole
+            shown = shown if len(shown) <= SHOWN else f"{shown[: SHOWN - 3]}..."
         known[name] = shown, hashlib.sha256(text.encode()).hexdigest()
     return known
 
@@ -84,6 +85,8 @@ def describe(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {describe(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(describe, value)) + "]"
+    if isinstance(value, BraidError):
+        return str(value)
     return repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,9 +21,11 @@ from .model import BraidedModel, Options
 from .passes.block import COLLECTIVES, TIMING_ONLY, Collectives
 from .passes.compile import Compile
 from .passes.errors import BraidError
-from .runtime.mesh import make_mesh
+from .runtime.mesh import join, make_mesh
 from .runtime.profile import Profile
 from .schedule import Schedule
+from .source import Source
+from .weights import Checkpoint
 
 
 def braid(
@@ -45,12 +51,16 @@ def braid(
     sequence_parallel: bool = False,
     regather: bool = False,
     vocab_parallel: bool | Literal["auto"] = "auto",
+    seed: int = 0,
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
 
     Args:
         model: any ``nn.Module`` that ``torch.export`` can trace and whose output has a ``loss``. Every rank passes
-            the same model with the same weights. It is not modified: its parameters are copied, shard by shard.
+            the same model with the same weights. It is not modified: its parameters are copied, shard by shard. What
+            of it is on the meta device is initialised here, one module at a time, as the model's own ``_init_weights``
+            would, with values that depend on ``seed`` and name alone: the same for every layout. ``load_pretrained``
+            of the result, or :func:`from_pretrained`, reads weights from disk.
         example_batch: keyword arguments of the model as ``step`` will get them, tensors [batch, ...] whose dim 0
             divides into ``n_microbatches``; only shapes and dtypes are read (meta tensors are fine).
         device_mesh: a mesh with axes "pp" and "tp"; or give the sizes, not both.
@@ -77,6 +87,7 @@ def braid(
         vocab_parallel: cut embedding and LM head over the vocabulary, and compute the loss without whole logits
             (docs/vocab.md). "auto": where the traced model shows that it can be done, and ``report()`` says what stays
             whole and why; True: or raise; False: both are whole on every TP rank.
+        seed: of the values that a model on the meta device gets.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
         sequence_parallel: cut what tensor parallelism leaves whole (norms, residuals, messages) into tokens: a
             reduce-scatter and an all-gather in place of each all-reduce, as many bytes, and 1/tp_size of those
@@ -90,43 +101,85 @@ def braid(
             differs, every rank names it.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
-    example_batch = batches.normal(example_batch)
-    auto = isinstance(schedule, str) and schedule.lower() == "auto"
-    collectives, order = _checked(model, example_batch, asked, auto=auto)
-    if collectives == "free":
-        warnings.warn(f'collectives="free" is for {TIMING_ONLY}', stacklevel=2)
-    told = {**asked, "model": model, "example_batch": dict(sorted(example_batch.items())), "order": order}
-    told |= {
-        "collectives": collectives,
-        "schedule": schedule.lower() if isinstance(schedule, str) else schedule,
-    }
-    mesh = make_mesh(
-        device_mesh, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size, agree=lambda: agree(told)
-    )
-    chosen = None if auto else _schedule(schedule, mesh.pp_size, n_microbatches)
-    if chosen is not None:
-        if not braided:
-            chosen = schedules.unbraid(chosen)
-        if reproducible and order == "paper":
-            chosen = schedules.reproducible(chosen)
-        schedules.check(chosen)
-    options = Options(
-        n_microbatches=n_microbatches,
-        tp_plan=tp_plan,
-        split=split,
-        compile=compile,
-        braided=braided,
-        collectives=collectives,
-        loss_reduction=loss_reduction,
-        max_programs=max_programs,
-        order=order,
-        reproducible=reproducible,
-        max_live=max_live,
-        sequence_parallel=sequence_parallel,
-        regather=regather,
-        vocab_parallel=vocab_parallel,
-    )
-    return BraidedModel(model, example_batch, mesh, chosen, options)
+    return _build(Source(model, seed=seed), asked)
+
+
+def from_pretrained(
+    path: str | Path,
+    example_batch: Mapping[str, Any],
+    device_mesh: DeviceMesh | None = None,
+    *,
+    model_class: type[nn.Module] | None = None,
+    config: Any = None,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    strict: bool = True,
+    **options: Any,
+) -> BraidedModel:
+    """:func:`braid` of a checkpoint on disk, of which each rank reads its own slices only.
+
+    Args:
+        path: a folder of ``save_pretrained``: config.json beside one safetensors file or several with an index.
+        example_batch, device_mesh: as in :func:`braid`.
+        model_class: default: the class that config.json names under "architectures".
+        config: default: read from ``path``.
+        dtype: of the parameters; "auto" takes the checkpoint's.
+        strict: raise where the checkpoint lacks a parameter; False initialises it, as the model itself would.
+        options: everything else that :func:`braid` takes.
+
+    The result's ``loaded`` says what was missing and unexpected, and how many bytes this rank read: about its shards.
+
+    Raises:
+        fxbraid.BraidError: no checkpoint there, files missing or damaged, shapes that differ, a parameter missing; and
+            what :func:`braid` raises.
+    """
+    told: str | BraidError
+    try:
+        source = _opened(Path(path), model_class, config, dtype, seed=options.get("seed", 0), strict=strict)
+        told = source.describe()
+    except BraidError as error:
+        told = error
+    # A rank that alone finds no file must not leave the others waiting for it.
+    join()
+    agree({"the checkpoint": told})
+    if isinstance(told, BraidError):
+        raise told
+    asked = inspect.signature(braid).bind(source.model, example_batch, device_mesh, **options)
+    asked.apply_defaults()
+    return _build(source, {name: value for name, value in asked.arguments.items() if name != "model"})
+
+
+def _opened(
+    path: Path,
+    model_class: type[nn.Module] | None,
+    config: Any,
+    dtype: torch.dtype | Literal["auto"],
+    *,
+    seed: int,
+    strict: bool,
+) -> Source:
+    """The model of a checkpoint on the meta device, and the open checkpoint that fits it."""
+    import transformers
+
+    if config is None:
+        if not (path / "config.json").is_file():
+            raise BraidError(f"{path} has no config.json; give config=, or a folder of save_pretrained")
+        config = transformers.AutoConfig.from_pretrained(path)
+    if model_class is None:
+        names = getattr(config, "architectures", None) or []
+        model_class = next((getattr(transformers, n) for n in names if hasattr(transformers, n)), None)
+        if model_class is None:
+            raise BraidError(f"transformers has no class of architectures={names}; give model_class=")
+    make: Any = getattr(model_class, "_from_config", None)
+    if make is None:
+        raise BraidError(
+            f"{model_class.__name__} is no model class of transformers; give model_class= one that is"
+        )
+    kind = getattr(config, "dtype", None) if dtype == "auto" else dtype
+    with torch.device("meta"):
+        model: nn.Module = make(config, **({} if kind is None else {"dtype": kind}))
+    source = Source(model.train(), Checkpoint.open(path, model), seed=seed)
+    source.check(strict=strict)
+    return source
 
 
 def profile(model: BraidedModel, *, repeats: int = 5, cache: bool = True) -> Profile:
@@ -147,9 +200,40 @@ def profile(model: BraidedModel, *, repeats: int = 5, cache: bool = True) -> Pro
     return model.profile(repeats=repeats, cache=cache)
 
 
-def _checked(
-    model: nn.Module, batch: Mapping[str, Any], asked: Mapping[str, Any], *, auto: bool
-) -> tuple[Collectives, Order]:
+def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
+    """:func:`braid` with its arguments by name (``asked``), ``model`` replaced by where its tensors come from."""
+    example_batch = batches.normal(asked["example_batch"])
+    schedule, m = asked["schedule"], asked["n_microbatches"]
+    auto = isinstance(schedule, str) and schedule.lower() == "auto"
+    collectives, order = _checked(example_batch, asked, auto=auto)
+    if collectives == "free":
+        warnings.warn(f'collectives="free" is for {TIMING_ONLY}', stacklevel=3)
+    told = {
+        **asked,
+        "model": source.model,
+        "example_batch": dict(sorted(example_batch.items())),
+        "order": order,
+    }
+    told |= {
+        "collectives": collectives,
+        "schedule": schedule.lower() if isinstance(schedule, str) else schedule,
+    }
+    sizes = {name: asked[name] for name in ("tp_size", "pp_size", "dp_size")}
+    mesh = make_mesh(asked["device_mesh"], **sizes, agree=lambda: agree(told))
+    chosen = None if auto else _schedule(schedule, mesh.pp_size, m)
+    if chosen is not None:
+        if not asked["braided"]:
+            chosen = schedules.unbraid(chosen)
+        if asked["reproducible"] and order == "paper":
+            chosen = schedules.reproducible(chosen)
+        schedules.check(chosen)
+    names = {field.name for field in fields(Options)}
+    options = {name: value for name, value in asked.items() if name in names}
+    options |= {"collectives": collectives, "order": order}
+    return BraidedModel(source, example_batch, mesh, chosen, Options(**options))
+
+
+def _checked(batch: Mapping[str, Any], asked: Mapping[str, Any], *, auto: bool) -> tuple[Collectives, Order]:
     """What can be said of the arguments without asking other ranks; returns ``collectives`` and ``order`` with their
     defaults put in."""
     m, max_live, braided = asked["n_microbatches"], asked["max_live"], asked["braided"]
@@ -177,10 +261,6 @@ def _checked(
         raise BraidError(
             "regather=True gathers again what sequence_parallel=True has cut, and here nothing is cut; pass both, or "
             "neither"
-        )
-    if any(p.is_meta for p in model.parameters()):
-        raise BraidError(
-            "the model is on the meta device, so it has no weights to shard; load or initialise it first"
         )
     if any(not isinstance(v, Tensor) and isinstance(v, list | dict) for v in batch.values()):
         raise BraidError("example_batch holds a list or dict; give tensors or plain constants")

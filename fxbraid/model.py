@@ -33,8 +33,10 @@ from .runtime.record_step import record
 from .schedule import Action, Placement, Schedule, Step, parts
 from .schedule import Phase as Do
 from .simulate import INSTANT, Link, Result, Workload, simulate
+from .source import Source
 from .state import aliases, constant, register, skeleton, uses
 from .timeline import RankTimeline, Timeline
+from .weights import Checkpoint, Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class BraidedModel(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        source: Source,
         example_batch: Mapping[str, Any],
         mesh: Mesh,
         schedule: Schedule | None,
@@ -83,6 +85,7 @@ class BraidedModel(nn.Module):
     ) -> None:
         """``schedule``: None is to be chosen, at measured costs."""
         super().__init__()
+        model = source.model
         self.config = getattr(model, "config", None)
         self._mesh, self._options = mesh, options
         self._engines: dict[tuple[batches.Signature, bool], Engine] = {}
@@ -106,7 +109,9 @@ class BraidedModel(nn.Module):
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
-        self._state = self._take(model, lowered)
+        self._state = self._take(source, lowered)
+        #: what came of the checkpoint that the weights were read from, if there was one
+        self.loaded: Loaded = source.loaded()
         self._gradients = Gradients(lowered, self._uses, self._state, mesh, self._schedule)
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
@@ -187,6 +192,26 @@ class BraidedModel(nn.Module):
         ``torch.nn.utils.clip_grad_norm_`` does.
         """
         return self._gradients.clip(self.named_parameters(), max_norm, norm_type, error_if_nonfinite)
+
+    def load_pretrained(self, path: str | Path, *, strict: bool = True) -> Loaded:
+        """Read this rank's shards from a folder of safetensors (``save_pretrained``) into its parameters, in place.
+
+        ``strict``: raise where a parameter is missing; else it keeps its value. Raises BraidError before anything is
+        changed where files are missing or damaged or shapes differ, the same on every rank.
+        """
+        skeleton: nn.Module = self.__dict__["_source"]
+        source = Source(skeleton, Checkpoint.open(path, skeleton))
+        source.check(strict=strict)
+        missing = set(source.loaded().missing)
+        with torch.no_grad():
+            for name, shard in self._plan.tp.params.items():
+                if name in self._state and name not in missing:
+                    self._state[name].copy_(source.shard(name, shard, self._mesh.tp_rank))
+            for name in self.state_dict():
+                if name in dict(self.named_buffers()) and name not in missing:
+                    self._state[name].copy_(source.buffer(name))
+        self.loaded = source.loaded()
+        return self.loaded
 
     # -- what runs, explained
 
@@ -469,9 +494,10 @@ class BraidedModel(nn.Module):
             "state_dict(), and braid() again where it is loaded"
         )
 
-    def _take(self, model: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
-        """Copy this rank's shards out of ``model`` and register them under their names."""
+    def _take(self, source: Source, lowered: Lowered) -> dict[str, Tensor]:
+        """Copy this rank's shards out of ``source`` and register them under their names."""
         here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
+        model = source.model
         full = dict(model.named_parameters())
         state: dict[str, Tensor] = {TP_RANK: torch.tensor([self._mesh.tp_rank], device=self._mesh.device)}
         for name, names in aliases(model).items():
@@ -479,9 +505,10 @@ class BraidedModel(nn.Module):
             users = {chunk for chunk, _ in self._uses.get(name, [(0, name)])}
             if not users & here:
                 continue
-            shard = self._plan.tp.params[name].take(full[name].detach(), self._mesh.tp_rank)
+            shard = source.shard(name, self._plan.tp.params[name], self._mesh.tp_rank)
             local = nn.Parameter(
-                shard.to(self._mesh.device, copy=True).contiguous(), requires_grad=full[name].requires_grad
+                shard.to(self._mesh.device, full[name].dtype, copy=True).contiguous(),
+                requires_grad=full[name].requires_grad,
             )
             for alias in names:
                 state[alias] = local
@@ -492,7 +519,7 @@ class BraidedModel(nn.Module):
         kept = {n for n in buffers if 0 in here and n in model.state_dict()}
         for name in sorted(read | kept):
             if name in buffers:
-                value = buffers[name].detach().to(self._mesh.device, copy=True)
+                value = source.buffer(name).to(self._mesh.device, copy=True)
                 owner, _, leaf = name.rpartition(".")
                 persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
                 register(self, name, value, persistent=persistent)

@@ -148,11 +148,17 @@ def make_mesh(
     device = _device()
     if world == 1 and not dist.is_initialized():
         return Mesh(device=device)
-    if not dist.is_initialized():
-        dist.init_process_group()
+    join()
     agree()
     mesh = init_device_mesh(device.type, (pp, tp), mesh_dim_names=("pp", "tp"))
     return _from_device_mesh(mesh, None, None)
+
+
+def join() -> None:
+    """Join the default process group that a launcher's environment describes, if this process is in none yet."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _device()
+        dist.init_process_group()
 
 
 def _sizes(world: int, pp_size: int | None, tp_size: int | None) -> tuple[int, int]:

@@ -256,8 +256,6 @@ def test_refusals_come_before_anything_runs() -> None:
         braid(model, compile="all")
     with pytest.raises(ValueError, match="nosuch"):
         braid(model, schedule="nosuch")
-    with pytest.raises(BraidError, match="meta device"):
-        braid(nn.Linear(2, 2, device="meta"))
     with pytest.raises(BraidError, match="dim 0 of input 'position_ids' is 3"):
         braid(model, {**batch(4), "position_ids": torch.zeros(3, 16, dtype=torch.long)})
     assert issubclass(PlanError, BraidError)
