@@ -159,6 +159,8 @@ def _check_size(name: str, size: int, dim: int, sections: tuple[Section, ...], t
 
 def _draft(model: nn.Module, *, tp_size: int, tp_plan: str | Mapping[str, str]) -> _Draft:
     patterns = _patterns(model, tp_plan)
+    if tp_size > 1 and not isinstance(tp_plan, str):
+        _check_patterns(model, patterns)
     if not patterns and tp_size > 1:
         raise PlanError(
             f"{type(model).__name__} has no tensor-parallel plan (model._tp_plan); "
@@ -193,7 +195,24 @@ def _patterns(model: nn.Module, tp_plan: str | Mapping[str, str]) -> dict[str, s
         if tp_plan != "auto":
             raise PlanError(f'tp_plan={tp_plan!r}: use "auto" or a dict of module patterns to styles')
         return own_plan(model)
+    if not isinstance(tp_plan, Mapping):
+        raise PlanError(f'tp_plan={tp_plan!r}: use "auto" or a dict of module patterns to styles')
     return dict(tp_plan)
+
+
+def _check_patterns(model: nn.Module, patterns: Mapping[str, str]) -> None:
+    """A user's pattern that matches nothing is a mistake that would only show as less parallelism than asked for."""
+    if not patterns:
+        raise PlanError(
+            'tp_plan={} names no module; pass "auto", a dict of module patterns to styles, or use tp_size=1'
+        )
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    for pattern in patterns:
+        if not any(_match(name, (pattern,)) for name in names):
+            raise PlanError(
+                f"the pattern {pattern!r} of tp_plan matches no module or parameter of {type(model).__name__}; "
+                f"names are like {names[len(names) // 2]!r}, and * stands for one part between dots"
+            )
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
@@ -225,7 +244,7 @@ def has_plan(model: nn.Module) -> bool:
     return bool(draft.modules or draft.params)
 
 
-def _match(name: str, patterns: Mapping[str, str]) -> str | None:
+def _match(name: str, patterns: Iterable[str]) -> str | None:
     for pattern in patterns:
         regex = r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
         if re.fullmatch(regex, name) or re.fullmatch(regex, name.removeprefix(_PEFT)):
@@ -275,6 +294,13 @@ def _match_parameters(model: nn.Module, patterns: Mapping[str, str], draft: _Dra
             raise PlanError(
                 f"the plan gives parameter {name} {list(parameter.shape)} the style {style!r}; known for parameters "
                 f"are {', '.join(sorted(known.COLUMNS | known.ROWS))}"
+            )
+        owner = name.rpartition(".")[0]
+        if known.is_linear(model.get_submodule(owner)):
+            # Its shard alone would leave the linear's output unsummed: what a style does is done around the module.
+            raise PlanError(
+                f"the plan gives the style {style!r} to parameter {name}, which belongs to a linear module; "
+                f"name the module, {owner}"
             )
         draft.params[name] = style
 

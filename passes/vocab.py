@@ -42,6 +42,7 @@ from .vocab_graph import (
     set_value,
     shard_lookup,
     shard_loss,
+    unsafe_in_padding,
 )
 
 #: Styles in ``plan.styles`` of what this pass cuts.
@@ -195,6 +196,13 @@ def _refuse(
             _, reader = region.others[0]
             what = "are returned" if reader.op == "output" else f"go into {reader.target}"
             refused.setdefault(groups[-1][0], f"the logits that it makes {what}, which needs all of them")
+        unsafe = unsafe_in_padding(region) if region.vocab % plan.tp_size else None
+        if unsafe is not None:
+            refused.setdefault(
+                groups[-1][0],
+                f"{region.vocab} rows are no multiple of tp_size={plan.tp_size}, and {unsafe.target} of the logits "
+                "may be infinite, or have an infinite slope, at the zeros of the padding",
+            )
     for group in groups * 2:  # a weight and its bias are cut together; twice, for one that two heads share
         reason = next((refused[name] for name in group if name in refused), None)
         if reason is not None:

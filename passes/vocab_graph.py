@@ -39,6 +39,30 @@ _ARRANGE = _VIEWS | {
 _BY_DIM = frozenset({aten.slice.Tensor, aten.select.int})
 
 
+#: Pointwise operators whose value and slope at 0, the logit of a padded column, are finite.
+_FINITE_AT_ZERO = [
+    "add",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "exp",
+    "gelu",
+    "masked_fill",
+    "maximum",
+    "minimum",
+    "mul",
+    "neg",
+    "relu",
+    "rsub",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "sub",
+    "tanh",
+    "where",
+]
+
+
 class Emitter:
     """Puts calls in front of ``before``, with fake values and with the place of ``like`` in the model."""
 
@@ -122,6 +146,21 @@ def read_region(head: fx.Node, order: Mapping[fx.Node, int]) -> Region:
         else:
             region.others += [(source, node) for source in node.all_input_nodes if source in inside]
     return region
+
+
+def unsafe_in_padding(region: Region) -> fx.Node | None:
+    """The first operator of the region that may make something infinite of a padded column, whose logits are 0: then
+    the gradient that nothing should come of is 0 times infinity."""
+    for node in region.nodes:
+        target: Any = node.target
+        if target is LINEAR or target in _ARRANGE | _CASTS | _BY_DIM:
+            continue
+        name = getattr(target, "overloadpacket", target).__name__
+        if name == "div" and node.args[1] not in region.nodes:
+            continue
+        if name not in _FINITE_AT_ZERO:
+            return node
+    return None
 
 
 def _by_column(node: fx.Node, inside: set[fx.Node], vocab: int) -> bool:

@@ -80,6 +80,21 @@ class TestShard:
             read_plan(qwen2(), tp_size=2, tp_plan=plan)
 
     def test_a_model_without_a_plan(self) -> None:
+        for wrong, said in (
+            (
+                {"model.layers.*.self_atn.q_proj": "colwise"},
+                r"matches no module or parameter of Qwen2ForCausalLM",
+            ),
+            ({"model.layers.*.mlp.up_proj": "colwize"}, r"style 'colwize', which fxbraid does not know"),
+            (
+                {"model.layers.*.mlp.up_proj.weight": "colwise"},
+                r"name the module, model\.layers\.0\.mlp\.up_proj",
+            ),
+            ({}, r"tp_plan=\{\} names no module"),
+            (5, r'tp_plan=5: use "auto" or a dict'),
+        ):
+            with pytest.raises(PlanError, match=said):
+                read_plan(qwen2(), tp_size=2, tp_plan=wrong)  # type: ignore[arg-type]
         with pytest.raises(PlanError, match="Linear has no tensor-parallel plan"):
             read_plan(nn.Linear(4, 4), tp_size=2, tp_plan="auto")
         assert read_plan(nn.Linear(4, 4), tp_size=1, tp_plan="auto").styles == {}

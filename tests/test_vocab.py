@@ -272,6 +272,14 @@ class TestWhole:
         assert max(lockstep.errors(model, ranks, loss.detach(), grads)) <= 1e-12
         return ranks.lowered
 
+    def test_logits_that_padding_would_make_infinite(self) -> None:
+        """0 times an infinite slope is no gradient of a padded column; where nothing is padded, nothing is refused."""
+        for logits in (lambda z: z.abs().sqrt(), lambda z: (z * z).pow(0.4)):
+            lowered = self.step(Toy(vocab=97, logits=logits))
+            assert any("97 rows are no multiple of tp_size=2" in note for note in lowered.plan.notes)
+            assert "head.weight" in self.step(Toy(vocab=98, logits=logits)).vocabulary
+        assert "head.weight" in self.step(Toy(vocab=97, logits=lambda z: 5 * torch.tanh(z / 5))).vocabulary
+
     def test_logits_that_something_else_reads(self) -> None:
         def penalised(z: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(z, y, reduction="sum") + z.logsumexp(-1).square().sum()
