@@ -45,6 +45,7 @@ def main(job: Path, launcher: int) -> None:
         pid = os.fork()
         if pid == 0:
             _become(job, rank, output, spec, launcher)
+            return
         pids.append(pid)
     print(*pids, flush=True)
     sys.stdout.flush()
@@ -52,7 +53,7 @@ def main(job: Path, launcher: int) -> None:
 
 
 def _become(job: Path, rank: int, output: int, spec: dict[str, Any], launcher: int) -> None:
-    """Be a rank, to the end of this process."""
+    """Be a rank. This process then ends as any that runs ``rank_main`` does."""
     os.setsid()  # one process group per rank: its own children end with it
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -68,9 +69,6 @@ def _become(job: Path, rank: int, output: int, spec: dict[str, Any], launcher: i
     while os.getppid() != launcher and time.monotonic() < until:
         time.sleep(0.001)
     _run_rank(job, rank, launcher)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

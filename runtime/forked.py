@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 #: worth importing once where the launcher has them too: it is then about to launch ranks that use them
-_HEAVY = (
+HEAVY = (
     "torch",
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -22,12 +24,10 @@ _HEAVY = (
     "fxbraid.model",
 )
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
-
-def heavy() -> tuple[str, ...]:
-    """What is imported before the fork, beside the target's module, if the launcher has it."""
-    return _HEAVY
+#: one launch at a time may have this process adopt orphans: that is a property of the whole process
+_ADOPTS = threading.Lock()
 
 
 class Adopted:
@@ -67,11 +67,10 @@ def start(
     started then. ``module``: the target's, which every rank imports. Raises ``subprocess.TimeoutExpired``."""
     pipes = [os.pipe() for _ in environments]
     gate = os.pipe()
+    adopted: list[Adopted] | None = None
     try:
         pids = _fork(job, module, environments, [write for _, write in pipes], gate[0], timeout_s)
         if pids is None:
-            for read, _ in pipes:
-                os.close(read)
             return None
         adopted = [Adopted(pid, read) for pid, (read, _) in zip(pids, pipes, strict=True)]
         os.write(gate[1], b"." * len(pids))
@@ -79,6 +78,9 @@ def start(
     finally:
         for descriptor in (*gate, *(write for _, write in pipes)):
             os.close(descriptor)
+        if adopted is None:
+            for read, _ in pipes:
+                os.close(read)
 
 
 def _fork(
@@ -91,7 +93,7 @@ def _fork(
 ) -> list[int] | None:
     spec = {
         "path": [p or os.getcwd() for p in sys.path],
-        "modules": [*(name for name in heavy() if name in sys.modules), module],
+        "modules": [*(name for name in HEAVY if name in sys.modules), module],
         "outputs": outputs,
         "gate": gate,
         "env": [dict(env) for env in environments],
@@ -116,15 +118,15 @@ def _fork(
     return [int(word) for word in words] if good else None
 
 
-class _adopting:
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
     """While it lasts, orphans among this process's descendants become its children."""
-
-    def __enter__(self) -> None:
-        self._set(1)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(0)
-
-    @staticmethod
-    def _set(on: int) -> None:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, on, 0, 0, 0)
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    before = ctypes.c_int()
+    with _ADOPTS:
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

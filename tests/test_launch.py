@@ -123,12 +123,21 @@ def lives(pid: int) -> bool:
 @pytest.fixture(autouse=True)
 def nothing_to_import_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests of this process have imported is no matter of these."""
-    monkeypatch.setattr(forked, "heavy", tuple)
+    monkeypatch.setattr(forked, "HEAVY", ())
 
 
 @pytest.fixture(params=["0", "1"], ids=["started", "forked"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FXBRAID_FORK", request.param)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("ranks were started, not forked" if forks else "ranks were forked, not started")
+
+    forks = request.param == "1" and forked.possible()
+    if forks:
+        monkeypatch.setattr(launch_module, "_start_process", refuse)
+    else:
+        monkeypatch.setattr(forked, "start", refuse)
     return str(request.param)
 
 
