@@ -24,7 +24,7 @@ from .passes.errors import BraidError
 from .runtime.mesh import join, make_mesh
 from .runtime.profile import Profile
 from .schedule import Schedule
-from .source import Source
+from .source import Source, agreed
 from .weights import Checkpoint
 
 
@@ -132,17 +132,9 @@ def from_pretrained(
         fxbraid.BraidError: no checkpoint there, files missing or damaged, shapes that differ, a parameter missing; and
             what :func:`braid` raises.
     """
-    told: str | BraidError
-    try:
-        source = _opened(Path(path), model_class, config, dtype, seed=options.get("seed", 0), strict=strict)
-        told = source.describe()
-    except BraidError as error:
-        told = error
-    # A rank that alone finds no file must not leave the others waiting for it.
-    join()
-    agree({"the checkpoint": told})
-    if isinstance(told, BraidError):
-        raise told
+    join()  # a rank that alone finds no file must not leave the others waiting for it
+    seed = options.get("seed", 0)
+    source = agreed(lambda: _opened(Path(path), model_class, config, dtype, seed=seed, strict=strict))
     asked = inspect.signature(braid).bind(source.model, example_batch, device_mesh, **options)
     asked.apply_defaults()
     return _build(source, {name: value for name, value in asked.arguments.items() if name != "model"})

@@ -33,7 +33,7 @@ from .runtime.record_step import record
 from .schedule import Action, Placement, Schedule, Step, parts
 from .schedule import Phase as Do
 from .simulate import INSTANT, Link, Result, Workload, simulate
-from .source import Source
+from .source import Source, agreed
 from .state import aliases, constant, register, skeleton, uses
 from .timeline import RankTimeline, Timeline
 from .weights import Checkpoint, Loaded
@@ -199,17 +199,15 @@ class BraidedModel(nn.Module):
         ``strict``: raise where a parameter is missing; else it keeps its value. Raises BraidError before anything is
         changed where files are missing or damaged or shapes differ, the same on every rank.
         """
-        skeleton: nn.Module = self.__dict__["_source"]
-        source = Source(skeleton, Checkpoint.open(path, skeleton))
-        source.check(strict=strict)
-        missing = set(source.loaded().missing)
-        with torch.no_grad():
-            for name, shard in self._plan.tp.params.items():
-                if name in self._state and name not in missing:
-                    self._state[name].copy_(source.shard(name, shard, self._mesh.tp_rank))
-            for name in self.state_dict():
-                if name in dict(self.named_buffers()) and name not in missing:
-                    self._state[name].copy_(source.buffer(name))
+
+        def opened() -> Source:
+            skeleton: nn.Module = self.__dict__["_source"]
+            source = Source(skeleton, Checkpoint.open(path, skeleton))
+            source.check(strict=strict)
+            return source
+
+        source = agreed(opened)
+        source.fill(self.state_dict(keep_vars=True), self._plan.tp.params, self._mesh.tp_rank)
         self.loaded = source.loaded()
         return self.loaded
 

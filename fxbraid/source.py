@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import torch
 from torch import Tensor, nn
 
+from .agree import agree
 from .initialise import Initialiser
 from .passes.errors import BraidError
 from .passes.layout import ParamShard
@@ -74,8 +78,36 @@ class Source:
         missing += [name for name in saved_buffers if name not in self.checkpoint]
         return Loaded(tuple(sorted(missing)), self.checkpoint.unexpected, self.checkpoint.bytes_read)
 
+    def fill(self, state: Mapping[str, Tensor], shards: Mapping[str, ParamShard], tp_rank: int) -> None:
+        """Copy what the checkpoint has into ``state``: this rank's parameters and saved buffers by name."""
+        with torch.no_grad():
+            for name, value in state.items():
+                if name in shards and self._saved(name) is not None:  # under its first name, if it is tied
+                    value.copy_(self.shard(name, shards[name], tp_rank))
+                elif (
+                    not isinstance(value, nn.Parameter)
+                    and self.checkpoint is not None
+                    and name in self.checkpoint
+                ):
+                    value.copy_(self.checkpoint.buffer(name))
+
     def _saved(self, name: str) -> str | None:
         """The name under which the checkpoint has a parameter: a tied one is saved under any one of its names."""
         if self.checkpoint is None:
             return None
         return next((alias for alias in self._names[name] if alias in self.checkpoint), None)
+
+
+def agreed(opened: Callable[[], Source]) -> Source:
+    """``opened()``, a source with a checkpoint that was checked; where it raises on one rank, or ranks find different
+    ones, all raise. Collective over the default process group."""
+    told: str | BraidError
+    try:
+        source = opened()
+        told = source.describe()
+    except BraidError as error:
+        told = error
+    agree({"the checkpoint": told})
+    if isinstance(told, BraidError):
+        raise told
+    return source

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .compat_transformers import Recipe, checkpoint_recipes
@@ -94,16 +93,14 @@ class Checkpoint:
         if shard.dim is None:
             return self._whole(key)
         lazy = self.files[key].get_slice(key)
-        parts = []
-        for piece in shard.pieces(tp_rank):
-            rows = slice(piece.start, piece.start + piece.length)
-            part = lazy[tuple(rows if d == shard.dim else slice(None) for d in range(len(shard.shape)))]
+        before = (slice(None),) * shard.dim
+
+        def rows(start: int, length: int) -> Tensor:
+            part: Tensor = lazy[(*before, slice(start, start + length))]
             self.bytes_read += part.numel() * part.element_size()
-            parts.append(part)
-            if piece.padding:
-                size = [piece.padding if d == shard.dim else n for d, n in enumerate(shard.shape)]
-                parts.append(part.new_zeros(size))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, shard.dim)
+            return part
+
+        return shard.collect(rows, tp_rank)
 
     def buffer(self, name: str) -> Tensor:
         """A saved buffer, whole."""

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from .reach import ancestors
+
 aten = torch.ops.aten
 
 _LINEARS = {
@@ -191,21 +193,8 @@ def _pairs_heads(node: fx.Node, name: str) -> bool:
 
 def _is_activation(node: fx.Node) -> bool:
     """Does the value follow from a parameter and an input?"""
-    seen: set[fx.Node] = set()
-    todo, kinds = [node], set()
-    while todo:
-        n = todo.pop()
-        if n in seen:
-            continue
-        seen.add(n)
-        if n.op == "placeholder":
-            kinds.add("input")
-        elif n.meta.get("is_parameter"):
-            kinds.add("parameter")
-        if len(kinds) == 2:
-            return True
-        todo += n.all_input_nodes
-    return False
+    above = ancestors([node])
+    return any(n.op == "placeholder" for n in above) and any(n.meta.get("is_parameter") for n in above)
 
 
 def _is_split(node: fx.Node) -> bool:

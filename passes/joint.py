@@ -33,6 +33,7 @@ from . import experts
 from .errors import UnsupportedError
 from .marks import TP_COPY, TP_GATHER, TP_JOIN, TP_SCATTER, TP_SHARE, is_collective, is_mark
 from .partition import Chunk
+from .reach import ancestors, descendants
 
 aten = torch.ops.aten
 
@@ -312,25 +313,3 @@ def _own_gradients(result: JointGraph) -> None:
         taken.add(node)
     out = result.graph.output_node()
     out.args = ((*result.outputs, *result.input_grads, *result.param_grads.values()),)
-
-
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [n for n in roots if n is not None]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
-
-
-def descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.users
-    return found

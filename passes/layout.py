@@ -15,7 +15,7 @@ A vocabulary that does not divide is padded: every rank holds equally many rows,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,14 +88,20 @@ class ParamShard:
 
     def take(self, full: Tensor, tp_rank: int) -> Tensor:
         """This rank's part of ``full``: a view where it lies in one piece without padding."""
-        if self.dim is None:
+        dim = self.dim
+        if dim is None:
             return full
+        return self.collect(lambda start, length: full.narrow(dim, start, length), tp_rank)
+
+    def collect(self, rows: Callable[[int, int], Tensor], tp_rank: int) -> Tensor:
+        """This rank's part of a parameter that is cut, of which ``rows(start, length)`` gives a slice along ``dim``."""
+        assert self.dim is not None
         parts = []
         for piece in self.pieces(tp_rank):
-            parts.append(full.narrow(self.dim, piece.start, piece.length))
+            parts.append(rows(piece.start, piece.length))
             if piece.padding:
                 size = [piece.padding if d == self.dim else n for d, n in enumerate(self.shape)]
-                parts.append(full.new_zeros(size))
+                parts.append(parts[-1].new_zeros(size))
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ from .capture import Captured
 from .errors import PlanError
 from .layout import TpPlan
 from .marks import TP_COPY, TP_MAX, TP_REDUCE, TP_SHARE
+from .reach import ancestors, descendants
 from .sink import sink_reduces
 
 #: The buffer of the traced copy that holds this rank's TP rank, int64 [1].
@@ -285,21 +286,8 @@ def _common(
 
 def _between(top: fx.Node, ends: Iterable[fx.Node]) -> list[fx.Node]:
     """Nodes on the paths from ``top`` (left out) to ``ends`` (with them)."""
-    above: set[fx.Node] = set()
-    todo = [n for n in ends if n is not top]
-    while todo:
-        node = todo.pop()
-        if node not in above and node is not top:
-            above.add(node)
-            todo += node.all_input_nodes
-    below: set[fx.Node] = set()
-    todo = [u for u in top.users if u in above]
-    while todo:
-        node = todo.pop()
-        if node not in below:
-            below.add(node)
-            todo += [u for u in node.users if u in above]
-    return [n for n in top.graph.nodes if n in below]
+    on_paths = ancestors(ends) & descendants([top]) - {top}
+    return [n for n in top.graph.nodes if n in on_paths]
 
 
 # -- where a part becomes whole again, and whose gradients are parts ---------------------------------------------

@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from .cost import flops
-from .joint import JointGraph, Phase, descendants
+from .joint import JointGraph, Phase
 from .marks import COLLECTIVES, CUT, is_mark, is_matmul
+from .reach import descendants
 
 
 @dataclass(slots=True)

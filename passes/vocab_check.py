@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from .capture import Captured
 from .errors import BraidError
+from .reach import ancestors
 
 aten = torch.ops.aten
 #: Operators whose values are those of their first input (``pad``: and the one that is padded with).
@@ -100,12 +101,12 @@ class Checks:
 
 def check_graph(captured: Captured, checks: Iterable[Check]) -> Checks:
     """The checks of values that follow from the inputs alone; others are the model's own business."""
-    wanted = [c for c in checks if not any(n.op == "get_attr" for n in _ancestors(c.node))]
+    wanted = [c for c in checks if not any(n.op == "get_attr" for n in ancestors([c.node]))]
     if not wanted:
         return Checks()
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    needed = {n for c in wanted for n in _ancestors(c.node)}
+    needed = {n for c in wanted for n in ancestors([c.node])}
     for node in captured.graph_module.graph.nodes:
         if node not in needed:
             continue
@@ -132,17 +133,6 @@ def _source(check: Check) -> str | None:
             return None
         node = node.args[0]  # type: ignore[assignment]
     return str(node.name)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        n = todo.pop()
-        if n not in found:
-            found.add(n)
-            todo += n.all_input_nodes
-    return found
 
 
 def _host(value: object) -> object:

@@ -97,8 +97,9 @@ def test_from_pretrained_trains_as_the_model_in_memory_does(tmp_path: Path) -> N
     assert other.loaded.bytes_read == sum(p.numel() * p.element_size() for p in theirs.values())
 
 
-def test_load_pretrained_fills_a_model_without_weights(tmp_path: Path) -> None:
-    model = qwen2()
+@pytest.mark.parametrize("tied", [False, True])
+def test_load_pretrained_fills_a_model_without_weights(tmp_path: Path, tied: bool) -> None:
+    model = qwen2(tie_word_embeddings=tied)
     save(model, tmp_path)
     with torch.device("meta"):
         empty = type(model)(model.config)
