@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,7 +21,6 @@ from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
 from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
-from .passes.settle import TP_RANK
 from .passes.shard import TpPlan
 from .report import Report, make_report
 from .runtime.costs import CollectiveTime, profile, workload
@@ -30,11 +29,10 @@ from .runtime.measure import measure_peak
 from .runtime.mesh import Mesh
 from .runtime.profile import Profile, as_profile, make_profile, order_from
 from .runtime.record_step import record
-from .schedule import Action, Placement, Schedule, Step, parts
-from .schedule import Phase as Do
+from .schedule import Placement, Schedule, forward_only
 from .simulate import INSTANT, Link, Result, Workload, simulate
 from .source import Source, agreed
-from .state import aliases, constant, register, skeleton, uses
+from .state import skeleton, take, uses
 from .timeline import RankTimeline, Timeline
 from .weights import Checkpoint, Loaded
 
@@ -109,7 +107,8 @@ class BraidedModel(nn.Module):
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
-        self._state = self._take(source, lowered)
+        here = schedule.placement.chunks_of(mesh.pp_rank)
+        self._state = take(self, source, lowered, self._uses, here, mesh)
         #: what came of the checkpoint that the weights were read from, if there was one
         self.loaded: Loaded = source.loaded()
         self._gradients = Gradients(lowered, self._uses, self._state, mesh, self._schedule)
@@ -492,58 +491,9 @@ class BraidedModel(nn.Module):
             "state_dict(), and braid() again where it is loaded"
         )
 
-    def _take(self, source: Source, lowered: Lowered) -> dict[str, Tensor]:
-        """Copy this rank's shards out of ``source`` and register them under their names."""
-        here = set(self._schedule.placement.chunks_of(self._mesh.pp_rank))
-        model = source.model
-        full = dict(model.named_parameters())
-        state: dict[str, Tensor] = {TP_RANK: torch.tensor([self._mesh.tp_rank], device=self._mesh.device)}
-        for name, names in aliases(model).items():
-            # A parameter that the loss does not read stays with the first chunk, so that nothing is lost.
-            users = {chunk for chunk, _ in self._uses.get(name, [(0, name)])}
-            if not users & here:
-                continue
-            shard = source.shard(name, self._plan.tp.params[name], self._mesh.tp_rank)
-            local = nn.Parameter(
-                shard.to(self._mesh.device, full[name].dtype, copy=True).contiguous(),
-                requires_grad=full[name].requires_grad,
-            )
-            for alias in names:
-                state[alias] = local
-                register(self, alias, local)
-        buffers = dict(model.named_buffers(remove_duplicate=False))
-        read = {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state)
-        # A saved buffer that the trace does not read goes with the first chunk: nothing is lost from state_dict.
-        kept = {n for n in buffers if 0 in here and n in model.state_dict()}
-        for name in sorted(read | kept):
-            if name in buffers:
-                value = source.buffer(name).to(self._mesh.device, copy=True)
-                owner, _, leaf = name.rpartition(".")
-                persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
-                register(self, name, value, persistent=persistent)
-            else:
-                value = constant(model, lowered, name).detach().to(self._mesh.device, copy=True)
-            state[name] = value
-        return state
-
 
 def _free(size: int) -> float:
     return 0.0
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of ``schedule`` in their order: what ``eval`` runs."""
-
-    def forwards(row: Sequence[Step]) -> Iterator[Action]:
-        for step in row:
-            yield from (action for action in parts(step) if action.phase is Do.F)
-
-    return Schedule(
-        name=f"{schedule.name} (forward)",
-        placement=schedule.placement,
-        m=schedule.m,
-        actions=tuple(tuple(forwards(row)) for row in schedule.actions),
-    )
 
 
 def _model_output(outputs: dict[str, Any]) -> Any:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .compat import FakeTensor
 from .passes.errors import BraidError
 from .passes.pipeline import Lowered
+from .passes.settle import TP_RANK
 from .passes.shard import canonical_names
+
+if TYPE_CHECKING:
+    from .runtime.mesh import Mesh
+    from .source import Source
 
 
 def uses(lowered: Lowered) -> dict[str, list[tuple[int, str]]]:
@@ -71,3 +78,46 @@ def constant(model: nn.Module, lowered: Lowered, name: str) -> Tensor:
             "register it as a buffer"
         )
     return value
+
+
+def take(
+    root: nn.Module,
+    source: Source,
+    lowered: Lowered,
+    read_by: Mapping[str, Sequence[tuple[int, str]]],
+    here: Collection[int],
+    mesh: Mesh,
+) -> dict[str, Tensor]:
+    """Copy this rank's parameters and buffers out of ``source`` and register them in ``root`` under their names;
+    returns every tensor that the program reads, by name. ``read_by``: see :func:`uses`; ``here``: this rank's
+    chunks."""
+    model, plan, device = source.model, lowered.plan, mesh.device
+    full = dict(model.named_parameters())
+    state: dict[str, Tensor] = {TP_RANK: torch.tensor([mesh.tp_rank], device=device)}
+    for name, names in aliases(model).items():
+        # A parameter that the loss does not read stays with the first chunk, so that nothing is lost.
+        users = {chunk for chunk, _ in read_by.get(name, [(0, name)])}
+        if users.isdisjoint(here):
+            continue
+        shard = source.shard(name, plan.params[name], mesh.tp_rank)
+        local = nn.Parameter(
+            shard.to(device, full[name].dtype, copy=True).contiguous(),
+            requires_grad=full[name].requires_grad,
+        )
+        for alias in names:
+            state[alias] = local
+            register(root, alias, local)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    read = {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state)
+    # A saved buffer that the trace does not read goes with the first chunk: nothing is lost from state_dict.
+    kept = {n for n in buffers if 0 in here and n in model.state_dict()}
+    for name in sorted(read | kept):
+        if name in buffers:
+            value = source.buffer(name).to(device, copy=True)
+            owner, _, leaf = name.rpartition(".")
+            persistent = leaf not in model.get_submodule(owner)._non_persistent_buffers_set
+            register(root, name, value, persistent=persistent)
+        else:
+            value = constant(model, lowered, name).detach().to(device, copy=True)
+        state[name] = value
+    return state

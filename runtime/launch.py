@@ -12,7 +12,6 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import forked
+from .start import Process, rank_env, start
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +36,6 @@ LOST_PEER = ("Connection reset by peer", "Connection closed by peer", "Broken pi
 TAIL_LINES = 40  # of each rank's output, kept for error messages
 
 LineCallback = Callable[[int, str], None]
-Process = subprocess.Popen[bytes] | forked.Adopted
 
 
 class RankError(RuntimeError):
@@ -112,9 +110,14 @@ def launch(
         lines: queue.SimpleQueue[tuple[_Rank, str]] = queue.SimpleQueue()
         ranks: list[_Rank] = []
         try:
-            environments = [_rank_env(rank, nproc, port, env) for rank in range(nproc)]
-            _start_ranks(job, name, environments, ranks, lines, timeout_s)
+            environments = [rank_env(rank, nproc, port, env) for rank in range(nproc)]
+            for process in start(job, name, environments, timeout_s):
+                ranks.append(_with_reader(len(ranks), process, lines))
             _supervise(job, ranks, lines, on_line or _echo, timeout_s, begun)
+        except subprocess.TimeoutExpired:
+            raise RankTimeout(
+                0, f"the ranks' imports alone took more than {timeout_s:g} s; give a larger limit"
+            ) from None
         finally:
             _end(ranks)
         results = [_read(job / f"result-{rank}") for rank in range(nproc)]
@@ -193,68 +196,6 @@ def _write_job(job: Path, name: str, args: tuple[Any, ...]) -> None:
     # The arguments are pickled apart: a rank needs the search path before it can unpickle them.
     payload = {"name": name, "path": [p or os.getcwd() for p in sys.path], "args": pickle.dumps(args)}
     (job / "job").write_bytes(pickle.dumps(payload))
-
-
-def _rank_env(rank: int, nproc: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
-    result = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if interface := _loopback():
-        result["GLOO_SOCKET_IFNAME"] = interface
-    result.update(os.environ)
-    result.update(env or {})
-    result.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(nproc),
-        LOCAL_WORLD_SIZE=str(nproc),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        # Tells torch's env:// rendezvous that the store is served elsewhere: rank 0 is a client too.
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
-    return result
-
-
-def _loopback() -> str | None:
-    """The loopback interface: a host name that does not resolve must not stop local ranks."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-def _start_ranks(
-    job: Path,
-    name: str,
-    environments: Sequence[dict[str, str]],
-    ranks: list[_Rank],
-    lines: queue.SimpleQueue[tuple[_Rank, str]],
-    timeout_s: float,
-) -> None:
-    """Several ranks are forked from one process that has imported what they need, where that can be done."""
-    adopted = None
-    if len(environments) > 1 and forked.possible():
-        try:
-            adopted = forked.start(job, name.partition(":")[0], environments, timeout_s)
-        except subprocess.TimeoutExpired:
-            raise RankTimeout(
-                0, f"the ranks' imports alone took more than {timeout_s:g} s; give a larger limit"
-            ) from None
-    for rank, env in enumerate(environments):
-        process = adopted[rank] if adopted is not None else _start_process(job, rank, env)
-        ranks.append(_with_reader(rank, process, lines))
-
-
-def _start_process(job: Path, rank: int, env: dict[str, str]) -> Process:
-    # -P: the script's folder must not come first in the rank's search path.
-    script = str(Path(__file__).with_name("rank_main.py"))
-    command = [sys.executable, "-P", "-u", script, str(job), str(rank), str(os.getpid())]
-    return subprocess.Popen(
-        command,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # one process group per rank: its own children end with it
-    )
 
 
 def _with_reader(rank: int, process: Process, lines: queue.SimpleQueue[tuple[_Rank, str]]) -> _Rank:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fxbraid.runtime import forked
+from fxbraid.runtime import forked, start
 from fxbraid.runtime import launch as launch_module
 from fxbraid.runtime.launch import RankError, RankTimeout, launch, process_group
 
@@ -135,7 +135,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
     forks = request.param == "1" and forked.possible()
     if forks:
-        monkeypatch.setattr(launch_module, "_start_process", refuse)
+        monkeypatch.setattr(start, "start_process", refuse)
     else:
         monkeypatch.setattr(forked, "start", refuse)
     return str(request.param)

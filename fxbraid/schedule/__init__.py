@@ -34,7 +34,14 @@ from fxbraid.schedule.schedule import Schedule
 from fxbraid.schedule.search import search
 from fxbraid.schedule.stp import stp
 from fxbraid.schedule.stp_plus import stp_plus
-from fxbraid.schedule.transform import merge_backward, reproducible, split_backward, truncate, unbraid
+from fxbraid.schedule.transform import (
+    forward_only,
+    merge_backward,
+    reproducible,
+    split_backward,
+    truncate,
+    unbraid,
+)
 from fxbraid.schedule.zbv import zbv
 
 __all__ = [
@@ -53,6 +60,7 @@ __all__ = [
     "braid",
     "build",
     "check",
+    "forward_only",
     "makespan",
     "merge_backward",
     "parse_step",

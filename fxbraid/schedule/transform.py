@@ -116,3 +116,9 @@ def truncate(schedule: Schedule, m: int) -> Schedule:
                 kept.append(left[0] if len(left) == 1 else Composite(left))
         rows.append(kept)
     return Schedule(schedule.name, schedule.placement, m, tuple(tuple(row) for row in rows))
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of ``schedule`` in their order: what ``eval`` runs."""
+    rows = ([a for step in row for a in parts(step) if a.phase is Phase.F] for row in schedule.actions)
+    return with_rows(schedule, rows, f"{schedule.name} (forward)")
