@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -87,7 +88,11 @@ def describe(value: Any) -> str:
         return "[" + ", ".join(map(describe, value)) + "]"
     if isinstance(value, BraidError):
         return str(value)
-    return repr(value) if isinstance(value, str | int | float | complex | None) else type(value).__name__
+    return (
+        repr(value)
+        if isinstance(value, str | int | float | complex | torch.dtype | None)
+        else type(value).__name__
+    )
 
 
 def _listed(ranks: Sequence[int]) -> str:

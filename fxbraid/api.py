@@ -21,6 +21,7 @@ from .model import BraidedModel, Options
 from .passes.block import COLLECTIVES, TIMING_ONLY, Collectives
 from .passes.compile import Compile
 from .passes.errors import BraidError
+from .precision import ambient_autocast, check_grad_dtype, refuse_float16
 from .runtime.mesh import join, make_mesh
 from .runtime.profile import Profile
 from .schedule import Schedule
@@ -51,6 +52,8 @@ def braid(
     sequence_parallel: bool = False,
     regather: bool = False,
     vocab_parallel: bool | Literal["auto"] = "auto",
+    grad_dtype: torch.dtype | None = torch.float32,
+    master_weights: bool = False,
     seed: int = 0,
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
@@ -87,6 +90,10 @@ def braid(
         vocab_parallel: cut embedding and LM head over the vocabulary, and compute the loss without whole logits
             (docs/vocab.md). "auto": where the traced model shows that it can be done, and ``report()`` says what stays
             whole and why; True: or raise; False: both are whole on every TP rank.
+        grad_dtype: what gradients add up in, over micro-batches and steps, where parameters are narrower: in
+            ``parameter.main_grad``, whose rounded copy ``.grad`` is. None: in each parameter's own type.
+        master_weights: ``parameters()`` of the trained bfloat16 parameters are float32, with float32 gradients, and the
+            program computes with their rounded copies (docs/precision.md).
         seed: of the values that a model on the meta device gets.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
         sequence_parallel: cut what tensor parallelism leaves whole (norms, residuals, messages) into tokens: a
@@ -94,6 +101,8 @@ def braid(
             activations (Korthikanti et al. 2022; docs/sequence_parallel.md). tp_size must divide the tokens.
         regather: with ``sequence_parallel``, W gathers the inputs of column-parallel linears again, which then are
             kept as this rank's tokens alone; False keeps what F gathered.
+
+    Called in a ``torch.autocast`` region, the casts of that region become part of the program.
 
     Raises:
         fxbraid.BraidError: (or a subclass) for anything that can't be done, on every rank, before any training
@@ -198,6 +207,9 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
     schedule, m = asked["schedule"], asked["n_microbatches"]
     auto = isinstance(schedule, str) and schedule.lower() == "auto"
     collectives, order = _checked(example_batch, asked, auto=auto)
+    check_grad_dtype(asked["grad_dtype"])
+    if source.model.training:
+        refuse_float16(source.model)
     if collectives == "free":
         warnings.warn(f'collectives="free" is for {TIMING_ONLY}', stacklevel=3)
     told = {
@@ -205,6 +217,7 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
         "model": source.model,
         "example_batch": dict(sorted(example_batch.items())),
         "order": order,
+        "torch.autocast": {kind: ambient_autocast(torch.device(kind)) for kind in ("cpu", "cuda")},
     }
     told |= {
         "collectives": collectives,
@@ -221,7 +234,7 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
         schedules.check(chosen)
     names = {field.name for field in fields(Options)}
     options = {name: value for name, value in asked.items() if name in names}
-    options |= {"collectives": collectives, "order": order}
+    options |= {"collectives": collectives, "order": order, "autocast": ambient_autocast(mesh.device)}
     return BraidedModel(source, example_batch, mesh, chosen, Options(**options))
 
 

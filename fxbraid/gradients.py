@@ -10,7 +10,9 @@ in rank order, so that the sum of a parameter does not depend on what else is in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,17 @@ from torch import Tensor, nn
 from .passes.errors import BraidError
 from .passes.layout import Piece
 from .passes.pipeline import Lowered
+from .precision import MainGrads, accumulated_in
 from .runtime.mesh import Mesh
-from .runtime.unit import GradSlot, accumulate
+from .runtime.unit import GradSlot, accumulate, put
 from .schedule import Schedule
 
 #: Elements of a message of :func:`sum_in_rank_order`, of which every rank holds its group's at once.
 LARGEST = 2**24
+
+Nonfinite = Literal["scale", "skip", "raise"]
+#: What clipping does about a norm that is not finite.
+NONFINITE: tuple[str, ...] = get_args(Nonfinite)
 
 #: parameter -> where it is read: (chunk, name there), in chunk order
 Uses = Mapping[str, Sequence[tuple[int, str]]]
@@ -38,11 +45,18 @@ class Gradients:
     """
 
     def __init__(
-        self, lowered: Lowered, uses: Uses, state: Mapping[str, Tensor], mesh: Mesh, schedule: Schedule
+        self,
+        lowered: Lowered,
+        uses: Uses,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        schedule: Schedule,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self._uses, self._mesh, self._plan = uses, mesh, lowered.plan
         self._place = schedule.placement
-        self.slots = _slots(lowered, uses, state)
+        self.slots = _slots(lowered, uses, parameters, grad_dtype)
+        self._main = MainGrads((slot.parameter, slot.dtype) for _, slot in self._ordered())
         # In an order that is the same on all ranks.
         self._tied = sorted(name for name, where in uses.items() if len(where) > 1)
         self._groups = {
@@ -54,8 +68,14 @@ class Gradients:
         #: by number of parts: the ranks that hold the same rows; 1 is the whole TP group
         self._sharers = {parts: mesh.share_group(parts) for parts in sorted(shared | {1})}
 
+    def begin(self) -> None:
+        """At the beginning of a step: take up what ``.grad`` holds, and drop the sums of a step that an exception cut
+        short."""
+        self._main.resume()
+        self.forget()
+
     def forget(self) -> None:
-        """Drop the sums of a step that an exception cut short."""
+        """Drop the sums of a step."""
         for slots in self.slots.values():
             for slot in slots.values():
                 slot.total = None
@@ -67,8 +87,23 @@ class Gradients:
             self._combine(name)
         for _, slot in self._ordered():
             if slot.total is not None:
-                accumulate(slot.parameter, slot.total)
+                accumulate(slot.parameter, slot.total, slot.dtype)
                 slot.total = None
+        self._main.publish()
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """What is added up inside is dropped."""
+        self._main.resume()
+        parameters = {slot.parameter: slot.dtype for _, slot in self._ordered()}
+        before = {p: total.clone() if (total := self._main.of(p)) is not None else None for p in parameters}
+        try:
+            yield
+        finally:
+            self.forget()
+            for parameter, total in before.items():
+                put(parameter, total, parameters[parameter])
+            self._main.publish()
 
     def _ordered(self) -> list[tuple[str, GradSlot]]:
         """Every slot with its parameter's name there, in an order that is the same on all ranks of a TP group."""
@@ -106,33 +141,43 @@ class Gradients:
                 total = slot.total if total is None else total + slot.total
             slot.total = None
         if total is None:
-            total = torch.zeros_like(here[0].parameter)
+            total = torch.zeros_like(here[0].parameter, dtype=here[0].dtype)
         group = self._groups[name]
         if group is not None:
             total = total.contiguous()
             dist.all_reduce(total, group=group)
-        accumulate(here[0].parameter, total)
+        accumulate(here[0].parameter, total, here[0].dtype)
 
     def clip(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         max_norm: float,
         norm_type: float,
-        error_if_nonfinite: bool,
+        nonfinite: Nonfinite,
     ) -> Tensor:
         """See ``BraidedModel.clip_grad_norm_``."""
         if norm_type <= 0:
             raise BraidError(f"norm_type={norm_type} must be above 0")
+        if nonfinite not in NONFINITE:
+            raise BraidError(f"nonfinite={nonfinite!r} is not one of {', '.join(map(repr, NONFINITE))}")
         named = list(parameters)
+        self._main.resume()
         norm = self._norm(named, norm_type)
         if not any(p.dtype is torch.float64 for _, p in named):
             norm = norm.float()
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(f"the gradient norm is {float(norm)}; no gradient was scaled")
+        # The norm is the same on every rank, to the bit, so all of them decide the same.
+        if nonfinite != "scale" and not bool(torch.isfinite(norm)):
+            if nonfinite == "raise":
+                raise RuntimeError(f"the gradient norm is {float(norm)}; no gradient was scaled")
+            for _, parameter in named:
+                parameter.grad = None
+            return norm
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for _, parameter in named:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+            grad = self._main.of(parameter)
+            if grad is not None:
+                grad.mul_(scale.to(grad.dtype))
+        self._main.publish()
         return norm
 
     def _norm(self, parameters: Sequence[tuple[str, nn.Parameter]], norm_type: float) -> Tensor:
@@ -155,7 +200,7 @@ class Gradients:
 
     def _counted(self, name: str, parameter: nn.Parameter) -> list[Tensor]:
         """What of the parameter's gradient this rank counts in a norm over the model: each row counts once."""
-        grad = parameter.grad
+        grad = self._main.of(parameter)
         where = self._uses.get(name, [])
         if grad is None or (
             len(where) > 1 and self._mesh.pp_rank != min(self._place.rank_of(chunk) for chunk, _ in where)
@@ -193,7 +238,9 @@ def sum_in_rank_order(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
             tensor.copy_(value.view(tensor.shape))
 
 
-def _slots(lowered: Lowered, uses: Uses, state: Mapping[str, Tensor]) -> dict[int, dict[str, GradSlot]]:
+def _slots(
+    lowered: Lowered, uses: Uses, parameters: Mapping[str, nn.Parameter], grad_dtype: torch.dtype | None
+) -> dict[int, dict[str, GradSlot]]:
     plan = lowered.plan
 
     def summed_later(name: str) -> bool:
@@ -202,9 +249,13 @@ def _slots(lowered: Lowered, uses: Uses, state: Mapping[str, Tensor]) -> dict[in
 
     return {
         index: {
-            name: GradSlot(parameter, shared=summed_later(name))
+            name: GradSlot(
+                parameters[name],
+                shared=summed_later(name),
+                dtype=accumulated_in(parameters[name].dtype, grad_dtype),
+            )
             for name in lowered.partition.chunks[index].params
-            if isinstance(parameter := state[name], nn.Parameter)
+            if name in parameters
         }
         for index in lowered.chunks
     }

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from . import batch as batches
 from .decide import Asked, Decision, Order, decide
-from .gradients import Gradients
+from .gradients import Gradients, Nonfinite
 from .metrics import StepMetrics
 from .observe import Observed, gather, observed, save, watch
 from .passes.block import Collectives
@@ -22,6 +22,7 @@ from .passes.errors import BraidError
 from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
 from .passes.shard import TpPlan
+from .precision import Masters
 from .report import Report, make_report
 from .runtime.costs import CollectiveTime, profile, workload
 from .runtime.engine import Blocks, Engine
@@ -55,6 +56,10 @@ class Options:
     sequence_parallel: bool = False
     regather: bool = False
     vocab_parallel: bool | Literal["auto"] = "auto"
+    grad_dtype: torch.dtype | None = torch.float32
+    master_weights: bool = False
+    #: the type that ``torch.autocast`` was on with when ``braid`` was called
+    autocast: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +113,22 @@ class BraidedModel(nn.Module):
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
         here = schedule.placement.chunks_of(mesh.pp_rank)
-        self._state = take(self, source, lowered, self._uses, here, mesh)
+        self._masters = Masters()
+        masters = self._masters if options.master_weights else None
+        self._state = take(self, source, lowered, self._uses, here, mesh, masters)
         #: what came of the checkpoint that the weights were read from, if there was one
         self.loaded: Loaded = source.loaded()
-        self._gradients = Gradients(lowered, self._uses, self._state, mesh, self._schedule)
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        self._gradients = Gradients(lowered, self._uses, parameters, mesh, self._schedule, options.grad_dtype)
+        #: steps whose gradients :meth:`clip_grad_norm_` has dropped, since they were not finite
+        self.skipped_steps = 0
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
         self._observed: Observed | None = None
         self._registered = {
             name: (self.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p, p.requires_grad)
-            for name, p in self.named_parameters(remove_duplicate=False)
+            for name, p in parameters.items()
         }
         self.train(model.training)
 
@@ -148,9 +158,10 @@ class BraidedModel(nn.Module):
         engine = self._engine_for(batch, training=True)
         begun = watch(engine)
         inputs = self._inputs(engine, batch)
-        self._gradients.forget()  # of a step that an exception cut short
-        recording = record(engine, inputs) if recorded else None
-        results = recording.results if recording is not None else engine.run(inputs)
+        self._gradients.begin()
+        with self._no_autocast():
+            recording = record(engine, inputs) if recorded else None
+            results = recording.results if recording is not None else engine.run(inputs)
         self._last = engine
         self._gradients.finish()
         loss = self._share(self._total([values[0] for values in results]))
@@ -172,7 +183,8 @@ class BraidedModel(nn.Module):
         self._check_unchanged()
         batch = batches.normal(batch)
         engine = self._engine_for(batch, training=False)
-        results = engine.run(self._inputs(engine, batch))
+        with self._no_autocast():
+            results = engine.run(self._inputs(engine, batch))
         outputs: dict[str, Any] = {}
         for k, name in enumerate(engine.lowered.outputs):
             if name == "loss":
@@ -182,15 +194,30 @@ class BraidedModel(nn.Module):
         return _model_output(outputs)
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        skip_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm`` (``inf``: only measure).
 
         Every parameter counts once, whether sharded, replicated over TP or tied across ranks. Returns the norm
         before clipping, 0-d, float32 (float64 for a float64 model), the same on every rank, as
-        ``torch.nn.utils.clip_grad_norm_`` does.
+        ``torch.nn.utils.clip_grad_norm_`` does. Where that is not finite, every rank does the same:
+        ``error_if_nonfinite`` raises RuntimeError; ``skip_if_nonfinite`` drops all gradients (``.grad = None``), so
+        that the optimizer changes nothing, and counts in ``skipped_steps``; by default it scales, as torch does.
         """
-        return self._gradients.clip(self.named_parameters(), max_norm, norm_type, error_if_nonfinite)
+        if error_if_nonfinite and skip_if_nonfinite:
+            raise BraidError(
+                "error_if_nonfinite and skip_if_nonfinite exclude each other; leave one of them out"
+            )
+        nonfinite: Nonfinite = "raise" if error_if_nonfinite else "skip" if skip_if_nonfinite else "scale"
+        norm = self._gradients.clip(self.named_parameters(), max_norm, norm_type, nonfinite)
+        if skip_if_nonfinite and not bool(torch.isfinite(norm)):
+            self.skipped_steps += 1
+        return norm
 
     def load_pretrained(self, path: str | Path, *, strict: bool = True) -> Loaded:
         """Read this rank's shards from a folder of safetensors (``save_pretrained``) into its parameters, in place.
@@ -272,12 +299,8 @@ class BraidedModel(nn.Module):
         """
         engine = self._engine_for(batch, training=True)
         inputs = self._inputs(engine, batch)
-        before = {p: p.grad.clone() if p.grad is not None else None for p in self.parameters()}
-        peak = measure_peak(engine, inputs, held=self._state.values())
-        self._gradients.forget()
-        for parameter, grad in before.items():
-            parameter.grad = grad
-        return peak
+        with self._no_autocast(), self._gradients.untouched():
+            return measure_peak(engine, inputs, held=self._state.values())
 
     def profile(self, *, repeats: int = 5, cache: bool = True) -> Profile:
         """Seconds of every distinct unit by key, and links: measured once, cached on disk, the same on all ranks;
@@ -378,6 +401,7 @@ class BraidedModel(nn.Module):
             sequence_parallel=self._options.sequence_parallel,
             regather=self._options.regather,
             device=self._mesh.device,
+            autocast=self._options.autocast,
         )
 
     def _engine(self, lowered: Lowered, *, training: bool) -> Engine:
@@ -414,6 +438,7 @@ class BraidedModel(nn.Module):
         return self._engines[key]
 
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
+        self._masters.refresh()
         m = self._options.n_microbatches
         engine.lowered.checks.check(batch, lambda: batches.split(batch, m))
         micro = batches.split(batches.move(batch, self._mesh.device), m)
@@ -463,14 +488,21 @@ class BraidedModel(nn.Module):
                     f"requires_grad of {name} was {wanted} when the program was made and is "
                     f"{parameter.requires_grad} now; set it before braid()"
                 )
-        self._refuse_autocast()
+        self._check_autocast()
 
-    def _refuse_autocast(self) -> None:
+    def _no_autocast(self) -> torch.autocast:
+        """Around what runs: its casts are in the graph, once."""
+        return torch.autocast(self._mesh.device.type, enabled=False)
+
+    def _check_autocast(self) -> None:
         kind = self._mesh.device.type
-        if torch.is_autocast_enabled(kind):
+        now = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        then = self._options.autocast
+        if now not in (None, then):
+            traced = f"with {then}" if then is not None else "without it"
             raise BraidError(
-                f"torch.autocast is on for {kind}, but the program was traced without it and would mix types; "
-                "leave the autocast region, and convert the model (model.to(torch.bfloat16)) before braid()"
+                f"torch.autocast to {now} is on for {kind}, but the program was traced {traced}, and its casts are "
+                "part of it; call braid() in the same autocast region, or leave the region before the step"
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> BraidedModel:

@@ -16,6 +16,7 @@ from .passes.settle import TP_RANK
 from .passes.shard import canonical_names
 
 if TYPE_CHECKING:
+    from .precision import Masters
     from .runtime.mesh import Mesh
     from .source import Source
 
@@ -87,10 +88,11 @@ def take(
     read_by: Mapping[str, Sequence[tuple[int, str]]],
     here: Collection[int],
     mesh: Mesh,
+    masters: Masters | None = None,
 ) -> dict[str, Tensor]:
     """Copy this rank's parameters and buffers out of ``source`` and register them in ``root`` under their names;
     returns every tensor that the program reads, by name. ``read_by``: see :func:`uses`; ``here``: this rank's
-    chunks."""
+    chunks; ``masters``: register a float32 parameter in place of each narrower one that is trained."""
     model, plan, device = source.model, lowered.plan, mesh.device
     full = dict(model.named_parameters())
     state: dict[str, Tensor] = {TP_RANK: torch.tensor([mesh.tp_rank], device=device)}
@@ -100,13 +102,17 @@ def take(
         if users.isdisjoint(here):
             continue
         shard = source.shard(name, plan.params[name], mesh.tp_rank)
-        local = nn.Parameter(
-            shard.to(device, full[name].dtype, copy=True).contiguous(),
-            requires_grad=full[name].requires_grad,
-        )
+        trained, dtype = full[name].requires_grad, full[name].dtype
+        local: Tensor
+        if masters is not None and trained and masters.serve(dtype):
+            parameter, local = masters.make(shard, dtype, device)
+        else:
+            local = parameter = nn.Parameter(
+                shard.to(device, dtype, copy=True).contiguous(), requires_grad=trained
+            )
         for alias in names:
             state[alias] = local
-            register(root, alias, local)
+            register(root, alias, parameter)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     read = {n for c in lowered.chunks.values() for n in c.joint.state.values()} - set(state)
     # A saved buffer that the trace does not read goes with the first chunk: nothing is lost from state_dict.

@@ -40,6 +40,10 @@ _ASSERTIONS = {
 }
 
 
+#: Key of a node's meta: it lies in a region that switches autocast off.
+NO_AUTOCAST = "no_autocast"
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """The traced model; see the module's docstring."""
@@ -204,9 +208,10 @@ _Value = fx.Node | tuple["fx.Node | None", ...]
 
 
 def _copy_body(
-    source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, _Value]
+    source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, _Value], *, plain: bool = False
 ) -> tuple[fx.Node | None, ...]:
-    """Copy the calls of ``source`` into ``graph``; returns its outputs (None for what is no value).
+    """Copy the calls of ``source`` into ``graph``; returns its outputs (None for what is no value). ``plain``: autocast
+    is off there.
 
     Regions that some versions of export keep apart (``torch.no_grad``, ``torch.autocast``) are copied inline.
     """
@@ -223,7 +228,7 @@ def _copy_body(
             if value is not None:
                 env[node] = value
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            env[node] = _copy_region(source, node, graph, env)
+            env[node] = _copy_region(source, node, graph, env, plain=plain)
         else:
             _refuse_dropout(node)
             if getattr(node.target, "_opname", "") == "dropout":  # it does nothing: see above
@@ -233,6 +238,8 @@ def _copy_body(
                 env[node] = _copied(graph, node, env)
                 continue
             made = env[node] = graph.node_copy(node, env.__getitem__)  # type: ignore[arg-type]
+            if plain:
+                made.meta[NO_AUTOCAST] = True
             if made.target is torch.ops.aten.view.default:
                 # Attention lays its result out otherwise once gradients are wanted: a copy is then needed.
                 made.target = torch.ops.aten.reshape.default
@@ -246,7 +253,7 @@ def _attribute(source: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _copy_region(
-    source: fx.GraphModule, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, _Value]
+    source: fx.GraphModule, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, _Value], *, plain: bool
 ) -> tuple[fx.Node | None, ...]:
     kind = node.target.name()  # type: ignore[union-attr]
     bodies = [i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"]
@@ -265,7 +272,7 @@ def _copy_region(
             body.graph.find_nodes(op="placeholder"), node.args[bodies[0] + 1 :], strict=True
         )
     }
-    results = _copy_body(body, graph, inner)
+    results = _copy_body(body, graph, inner, plain=plain or kind == "wrap_with_autocast")
     if kind == "wrap_with_set_grad_enabled" and not node.args[0]:
         return tuple(_detached(graph, value) for value in results)
     return results

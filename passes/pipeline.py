@@ -7,6 +7,7 @@ normalise_loss        mean over a micro-batch -> share of the whole batch's mean
 vocab                 embedding and head on a rank's part of the vocabulary, the loss without whole logits
 settle                every mark where gradients need it, as few as there can be
 sequence              where it is asked for: norms and residuals on this rank's tokens
+autocast              under torch.autocast: its casts as nodes of the graph
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
 units                 F, I, W -> pieces between collectives
@@ -29,6 +30,7 @@ import torch
 from torch import fx, nn
 
 from .. import compat
+from .autocast import write_casts
 from .capture import fake_inputs
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
@@ -84,6 +86,7 @@ def lower_model(
     sequence_parallel: bool = False,
     regather: bool = False,
     device: torch.device | str = "cpu",
+    autocast: torch.dtype | None = None,
     verify: bool | None = None,
 ) -> Lowered:
     """Run the passes up to ``units``.
@@ -92,28 +95,32 @@ def lower_model(
     read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
     with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
     ``sequence_parallel``: see pass ``sequence``; ``regather``: W gathers its inputs again (pass ``regather``).
-    ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut.
+    ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut. ``autocast``:
+    trace as under ``torch.autocast`` to this type.
     The model is not modified.
     """
     device = torch.device(device)
     verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
     fake_mode = compat.FakeTensorMode()
     inputs = fake_inputs(microbatch, fake_mode=fake_mode, device=device)
-    sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
-    if training:
-        captured = loss_alone(captured)
-    normalised = normalise_loss(captured, loss_reduction=loss_reduction)
-    vocabulary = shard_vocabulary(
-        normalised.captured,
-        sharded.plan,
-        sharded.canonical,
-        _wanted(model, sharded, tp_plan, vocab_parallel),
-        training=training,
-        fake_mode=fake_mode,
-    )
-    captured, plan = settle(vocabulary.captured, vocabulary.plan, sharded.canonical)
-    if sequence_parallel and tp_size > 1:
-        captured, plan = shard_sequence(captured, plan, sharded.canonical)
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
+        if training:
+            captured = loss_alone(captured)
+        normalised = normalise_loss(captured, loss_reduction=loss_reduction)
+        vocabulary = shard_vocabulary(
+            normalised.captured,
+            sharded.plan,
+            sharded.canonical,
+            _wanted(model, sharded, tp_plan, vocab_parallel),
+            training=training,
+            fake_mode=fake_mode,
+        )
+        captured, plan = settle(vocabulary.captured, vocabulary.plan, sharded.canonical)
+        if sequence_parallel and tp_size > 1:
+            captured, plan = shard_sequence(captured, plan, sharded.canonical)
+    if autocast is not None:
+        captured = write_casts(captured, autocast, device)
     parts = partition(captured, n_chunks, split=split_layers)
     outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}

@@ -20,50 +20,71 @@ if TYPE_CHECKING:
 
 
 class GradSlot:
-    """Where one chunk's gradient of one parameter is summed.
+    """Where one chunk's gradient of one parameter is summed, in ``dtype``.
 
-    A parameter that one chunk uses sums straight into ``.grad``. A tied one, used by several chunks, sums per
+    A parameter that one chunk uses sums straight into its gradient. A tied one, used by several chunks, sums per
     chunk and is put together at the end of the step: then the order of additions is that of micro-batches within
     each chunk, whatever the schedule, and equal to the bit between schedules.
     """
 
-    __slots__ = ("parameter", "shared", "total")
+    __slots__ = ("dtype", "parameter", "shared", "total")
 
-    def __init__(self, parameter: nn.Parameter, *, shared: bool) -> None:
+    def __init__(self, parameter: nn.Parameter, *, shared: bool, dtype: torch.dtype | None = None) -> None:
         self.parameter = parameter
         self.shared = shared
+        self.dtype = dtype or parameter.dtype
         self.total: Tensor | None = None
 
     def add(self, grad: Tensor) -> None:
         """Add ``grad`` (shape of the parameter)."""
-        if self.shared:
-            self.total = grad.clone() if self.total is None else self.total.add_(grad)
+        if not self.shared:
+            accumulate(self.parameter, grad, self.dtype)
+        elif self.total is None:
+            self.total = grad.to(self.dtype, copy=True)
         else:
-            accumulate(self.parameter, grad)
+            self.total.add_(grad)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left @ right`` (shape and dtype of the parameter) where the gradient lies."""
-        total = self.total if self.shared else self.parameter.grad
-        if total is None:
-            total = torch.mm(left, right, out=torch.empty_like(self.parameter, requires_grad=False))
+        """Add ``left @ right`` (shape of the parameter) where the gradient lies."""
+        total = self.total if self.shared else gradient(self.parameter, self.dtype)
+        if total is None and left.dtype is self.dtype:
+            total = torch.mm(left, right, out=self._empty())
             if self.shared:
                 self.total = total
             else:
-                self.parameter.grad = total
-        elif total.dtype is left.dtype:
+                put(self.parameter, total, self.dtype)
+        elif total is not None and left.dtype is total.dtype:
             total.addmm_(left, right)
         else:
-            total.add_(torch.mm(left, right))
+            self.add(torch.mm(left, right))
+
+    def _empty(self) -> Tensor:
+        return torch.empty_like(self.parameter, dtype=self.dtype, requires_grad=False)
 
 
-def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """``parameter.grad += grad``."""
-    if parameter.grad is None:
+def gradient(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+    """What gradients of ``dtype`` add up in: ``.grad``, or, where the parameter's own type is another one,
+    ``.main_grad`` (Megatron-LM's name for it)."""
+    return parameter.grad if dtype is parameter.dtype else getattr(parameter, "main_grad", None)
+
+
+def accumulate(parameter: nn.Parameter, grad: Tensor, dtype: torch.dtype) -> None:
+    """Add ``grad`` to the parameter's gradient of ``dtype``."""
+    total = gradient(parameter, dtype)
+    if total is None:
         # A copy, laid out as the parameter is: fused optimizers want it so, and an artefact's result may be a view
         # that keeps a larger buffer alive or shares it with another parameter's gradient.
-        parameter.grad = torch.empty_like(parameter).copy_(grad)
+        put(parameter, torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(grad), dtype)
     else:
-        parameter.grad.add_(grad)
+        total.add_(grad)
+
+
+def put(parameter: nn.Parameter, total: Tensor | None, dtype: torch.dtype) -> None:
+    """Make ``total`` (of ``dtype``) the parameter's gradient."""
+    if dtype is parameter.dtype:
+        parameter.grad = total
+    else:
+        parameter.main_grad = total  # type: ignore[attr-defined]
 
 
 class BoundUnit(nn.Module):

@@ -138,6 +138,7 @@ def test_every_argument_of_braid_is_compared(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("fxbraid.api.make_mesh", stop)
     with pytest.raises(InterruptedError):
         fxbraid.braid(qwen2(), batch(4), n_microbatches=2, schedule="STP", compile=False)
+    assert seen.pop("torch.autocast") == {"cpu": None, "cuda": None}
     assert set(seen) == set(inspect.signature(fxbraid.braid).parameters)
     assert (seen["schedule"], seen["order"], seen["collectives"]) == ("stp", "paper", "overlap")
     # And says what it is, not only of which type.
