@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
