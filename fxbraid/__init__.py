@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import braid, from_pretrained, profile
+    from .checkpoint.checkpointer import Checkpointer
     from .model import BraidedModel
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
     from .runtime.profile import Profile
@@ -22,6 +23,7 @@ __all__ = [
     "BraidError",
     "BraidedModel",
     "CaptureError",
+    "Checkpointer",
     "PartitionError",
     "PlanError",
     "Profile",
@@ -35,6 +37,7 @@ _HOME = {
     **dict.fromkeys(("braid", "from_pretrained", "profile"), "api"),
     "Profile": "runtime.profile",
     "BraidedModel": "model",
+    "Checkpointer": "checkpoint.checkpointer",
     **dict.fromkeys(
         ("BraidError", "CaptureError", "PartitionError", "PlanError", "UnsupportedError"), "passes.errors"
     ),

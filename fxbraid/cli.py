@@ -24,6 +24,7 @@ app = typer.Typer(
 #: Commands that live beside what they run.
 COMMANDS = {
     "bench": ("fxbraid.bench.cli", "app"),
+    "checkpoint": ("fxbraid.checkpoint.cli", "app"),
     "draw": ("fxbraid.draw.cli", "draw"),
     "plan": ("fxbraid.plan.cli", "plan_command"),
     "simulate": ("fxbraid.simulate.cli", "simulate_command"),

@@ -1,23 +1,26 @@
-"""What fxbraid takes from inside transformers: which keys of a checkpoint make which parameter.
+"""What fxbraid takes from inside transformers: which keys of a checkpoint make which parameter, and the way back.
 
 Checked on transformers 5.17 and 5.24 (``tests/test_weights.py`` compares with ``from_pretrained``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    apply_converters,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 
@@ -70,6 +73,51 @@ def checkpoint_recipes(model: nn.Module, keys: Iterable[str]) -> tuple[dict[str,
                 tuple(key for key, _ in parts), _Conversion(name, target, entry, parts, model)
             )
     return recipes, tuple(unexpected)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveGroup:
+    """``names`` of a model that together make keys of a checkpoint; ``convert``: whole tensors by name -> by key."""
+
+    names: tuple[str, ...]
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def save_groups(model: nn.Module, names: Sequence[str]) -> list[SaveGroup]:
+    """How ``save_pretrained`` would write ``names``, in as small groups as its conversions allow: one parameter,
+    mostly (experts go apart), or several that a conversion joins."""
+    if not isinstance(model, PreTrainedModel):
+        return [SaveGroup((name,), dict) for name in names]
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    reverse = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        target, pattern = apply_converters(name, reverse)
+        groups.setdefault(name if pattern is None else f"converted {target}", []).append(name)
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return revert_weight_conversion(model, tensors)
+
+    # Some renamings look at other keys first: then everything is one group.
+    whole = {name: torch.empty_like(model.state_dict()[name], device="meta") for name in names}
+    apart = [key for group in groups.values() for key in convert({name: whole[name] for name in group})]
+    if sorted(apart) != sorted(convert(whole)):
+        return [SaveGroup(tuple(names), convert)]
+    return [SaveGroup(tuple(group), convert) for group in groups.values()]
+
+
+def saved_names(model: nn.Module) -> list[str]:
+    """The names that ``save_pretrained`` writes, in order: of a tied parameter the one that loading looks for."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for name in sorted((n for n in state if n not in ignored), key=lambda n: n in tied):
+        first.setdefault(id(state[name]), name)
+    kept = set(first.values())
+    return [name for name in state if name in kept]
 
 
 def _targets(name: str, entry: WeightConverter, names: Mapping[str, Tensor]) -> list[str]:

@@ -237,6 +237,20 @@ class BraidedModel(nn.Module):
         self.loaded = source.loaded()
         return self.loaded
 
+    def save_pretrained(
+        self, folder: str | Path, *, max_shard_size: int | str = "5GB", dtype: torch.dtype | None = None
+    ) -> None:
+        """Write plain Hugging Face files: config.json, and weights as safetensors, in one file or several with an
+        index, tied ones once. ``transformers`` loads them without fxbraid.
+
+        One parameter at a time is whole on one rank, and files go round the ranks, which must share ``folder``.
+        ``dtype``: of the weights (default: as they are here). Raises BraidError, on every rank, where the disk refuses.
+        Collective: every rank calls it.
+        """
+        from .checkpoint.export import save_pretrained
+
+        save_pretrained(self, folder, max_shard_size=max_shard_size, dtype=dtype)
+
     # -- what runs, explained
 
     @property
