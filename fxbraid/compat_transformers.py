@@ -102,10 +102,12 @@ def save_groups(model: nn.Module, names: Sequence[str]) -> list[SaveGroup]:
 
     # Some renamings look at other keys first: then everything is one group.
     whole = {name: torch.empty_like(model.state_dict()[name], device="meta") for name in names}
-    apart = [key for group in groups.values() for key in convert({name: whole[name] for name in group})]
-    if sorted(apart) != sorted(convert(whole)):
+    made = {target: list(convert({name: whole[name] for name in group})) for target, group in groups.items()}
+    order = {key: i for i, key in enumerate(convert(whole))}
+    if sorted(order) != sorted(key for keys in made.values() for key in keys):
         return [SaveGroup(tuple(names), convert)]
-    return [SaveGroup(tuple(group), convert) for group in groups.values()]
+    targets = sorted(groups, key=lambda target: min(order[key] for key in made[target]))
+    return [SaveGroup(tuple(groups[target]), convert) for target in targets]
 
 
 def saved_names(model: nn.Module) -> list[str]:

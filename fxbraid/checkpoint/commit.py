@@ -28,16 +28,12 @@ class Facts:
     versions: Mapping[str, str]
     #: name -> text, of the Hugging Face model
     files: Mapping[str, str]
-    #: every name of a parameter -> the one it is saved under
-    aliases: Mapping[str, str]
 
 
 def facts(model: BraidedModel) -> Facts:
     """Of a braided model. Local."""
     import torch
     import transformers
-
-    from ..passes.shard import canonical_names
 
     mesh, schedule = model._mesh, model.schedule
     layout = {
@@ -48,8 +44,7 @@ def facts(model: BraidedModel) -> Facts:
         "layers": [len(chunk.layers) for chunk in model.plan.partition.chunks],
     }
     versions = {"fxbraid": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    skeleton = structure(model)
-    return Facts(layout, versions, config_files(skeleton), canonical_names(skeleton))
+    return Facts(layout, versions, config_files(structure(model)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,7 @@ class Commit:
     def finish(self, values: list[Any], files: Mapping[str, Written], tensors: dict[str, Any]) -> None:
         """``values``: what each rank has that is no tensor; see :data:`..storage.Finish`. Everything is synced to disk
         before the rename, and the rename before ``latest``."""
-        state = {**self.stamp, "step": self.step, "aliases": dict(self.facts.aliases), **_merged(values)}
+        state = {**self.stamp, "step": self.step, **_merged(values)}
         written = dict(files)
         for name, text in {**self.facts.files, folders.STATE: json.dumps(state)}.items():
             written[name] = write_text(self.path / name, text)

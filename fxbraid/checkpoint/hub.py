@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +85,10 @@ def plan_export(
     }
     index = None
     if split.is_sharded:
-        total = sum(math.prod(spec.shape) for spec in specs.values())
-        metadata = {"total_parameters": total, **split.metadata}
-        index = json.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2) + "\n"
+        metadata = {"total_parameters": sum(p.numel() for p in model.parameters()), **split.metadata}
+        index = json.dumps(
+            {"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True
+        )
     return Export(parts, index, {name: first.get(name, name) for name in names})
 
 

@@ -297,9 +297,11 @@ class _LoadPlanner(LoadPlanner):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where torch's reader finds a box."""
+    """Where torch's reader finds a box, and what it is: the fields of its own record."""
 
     relative_path: str
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -319,7 +321,8 @@ class _Reader(HuggingFaceStorageReader):
             properties = TensorProperties(dtype=DTYPES[said["dtype"]])
             tensors[key] = TensorStorageMetadata(properties, torch.Size(said["shape"]), chunks)
             for chunk in said["chunks"]:
-                place = _Place(str(self._saved.path / chunk["file"]))
+                file = str(self._saved.path / chunk["file"])
+                place = _Place(file, torch.Size(chunk["shape"]), properties.dtype)
                 places[MetadataIndex(key, chunk["offset"])] = place
         return Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
 
