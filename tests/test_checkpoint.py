@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from typer.testing import CliRunner
 
 import fxbraid
@@ -27,8 +28,13 @@ from fxbraid.checkpoint import storage
 from fxbraid.checkpoint.cli import app
 from fxbraid.checkpoint.codec import decode, encode
 from fxbraid.checkpoint.files import Spec, write_safetensors
+from fxbraid.checkpoint.held import _boxes, _writers
+from fxbraid.compat_transformers import save_groups, saved_names
+from fxbraid.passes.layout import ParamShard, Section
 from fxbraid.runtime.launch import launch
+from fxbraid.state import skeleton
 from tests.checkpointed import braid, kill_while_saving, optimizer_of, train
+from tests.test_weights import mixtral
 from tests.tiny import batch, qwen2
 
 MODEL, OPTIMIZER = "model-00000-000.safetensors", "optimizer-00000-000.safetensors"
@@ -185,6 +191,38 @@ def test_values_come_back_as_they_were() -> None:
         BraidError, match=r"extra\['a'\]\[1\] is a builtins.set, which a checkpoint can't hold"
     ):
         encode({"a": [0, {1}]}, "extra")
+
+
+def test_experts_go_apart_as_transformers_writes_them() -> None:
+    """Group by group, what its own conversion makes of the whole state, in its order."""
+    plain = mixtral()
+    state = plain.state_dict()
+    wanted = revert_weight_conversion(plain, dict(state))
+    assert len(wanted) > len(state)
+    found: dict[str, Tensor] = {}
+    for group in save_groups(skeleton(plain), saved_names(plain)):
+        assert len(group.names) == 1
+        found.update(group.convert({name: state[name] for name in group.names}))
+    assert list(found) == list(wanted) and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_replicas_write_a_share_each() -> None:
+    """Along an axis of copies every box is written once, by holders only, and nobody writes much more than another."""
+    shards = [
+        ParamShard("qkv", (12, 8), 0, 4, (Section(8, 4), Section(2, 2), Section(2, 2))),
+        ParamShard("norm", (8,), None, 4),
+        *(ParamShard(f"up{k}", (16, 8), 0, 4) for k in range(6)),
+    ]
+    chosen = _writers(shards, 4, copies=3)
+    load = Counter[tuple[int, int]]()
+    for shard in shards:
+        starts = {(rank, start): box for rank in range(4) for start, box in _boxes(shard, rank)}
+        for start in {start for _, start in starts}:
+            rank, copy = chosen[shard.name, start]
+            assert (rank, start) in starts and copy in range(3)
+            load[rank, copy] += torch.Size(starts[rank, start].shape).numel()
+    assert sum(load.values()) == sum(torch.Size(shard.shape).numel() for shard in shards)
+    assert len(load) == 12 and max(load.values()) <= 2 * min(load.values())
 
 
 # -- which checkpoint
