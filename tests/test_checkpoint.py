@@ -213,7 +213,7 @@ def test_replicas_write_a_share_each() -> None:
         ParamShard("norm", (8,), None, 4),
         *(ParamShard(f"up{k}", (16, 8), 0, 4) for k in range(6)),
     ]
-    chosen = _writers(shards, 4, copies=3)
+    chosen = _writers({shard.name: shard for shard in shards}, 4, copies=3)
     load = Counter[tuple[int, int]]()
     for shard in shards:
         starts = {(rank, start): box for rank in range(4) for start, box in _boxes(shard, rank)}

@@ -1,4 +1,5 @@
-"""The command line: every command is there, and only ``bench`` and ``doctor`` load torch."""
+"""The command line: every command is there, and only ``bench`` and ``doctor`` load torch
+(``checkpoint convert`` too, when it runs)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_help_names_every_command() -> None:
     assert all(name in said for name in [*COMMANDS, "doctor"])
 
 
-@pytest.mark.parametrize("name", ["draw", "plan", "simulate"])
+@pytest.mark.parametrize("name", ["checkpoint", "draw", "plan", "simulate"])
 def test_planning_loads_no_torch(name: str) -> None:
     code = (
         "import sys\n"

@@ -13,7 +13,7 @@ every rank alike, so that each writes about as much::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -80,17 +80,18 @@ def held(model: BraidedModel) -> dict[str, Held]:
     """What this rank holds of every parameter (under its first name) and every saved buffer. Local."""
     mesh, shards = model._mesh, model.plan.tp.params
     place = model.schedule.placement
+    skeleton = structure(model)
+    known = aliases(skeleton)
     readers = {
         name: sorted({place.rank_of(chunk) for chunk, _ in model._uses.get(name, [(0, name)])})
-        for name in shards
+        for name in known
     }
     # A tied parameter is on several pipeline ranks; the first of them writes it.
-    mine = [shards[name] for name, ranks in readers.items() if ranks[0] == mesh.pp_rank]
+    mine = {name: shards[name] for name, ranks in readers.items() if ranks[0] == mesh.pp_rank}
     copies, copy = replicas(mesh)
     writers = _writers(mine, mesh.tp_size, copies)
     found: dict[str, Held] = {}
-    skeleton = structure(model)
-    for name, names in aliases(skeleton).items():
+    for name, names in known.items():
         parameter = next((p for alias in names if (p := _parameter(model, alias)) is not None), None)
         if parameter is None:
             continue
@@ -142,17 +143,17 @@ def _boxes(shard: ParamShard, tp_rank: int) -> list[tuple[Start, Box]]:
 
 
 def _writers(
-    shards: Sequence[ParamShard], tp_size: int, copies: int
+    shards: Mapping[str, ParamShard], tp_size: int, copies: int
 ) -> Mapping[tuple[str, Start], tuple[int, int]]:
     """Who of a pipeline rank's tensor-parallel ranks and their ``copies`` writes which box: the largest boxes first,
     each to the one with the least so far. The same on all of them."""
     holders: dict[tuple[str, Start], list[int]] = {}
     sizes: dict[tuple[str, Start], int] = {}
-    for shard in shards:
+    for name, shard in shards.items():
         for rank in range(tp_size):
             for start, box in _boxes(shard, rank):
-                holders.setdefault((shard.name, start), []).append(rank)
-                sizes[shard.name, start] = math.prod(box.shape)
+                holders.setdefault((name, start), []).append(rank)
+                sizes[name, start] = math.prod(box.shape)
     load = {(rank, copy): 0 for rank in range(tp_size) for copy in range(copies)}
     chosen = {}
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
