@@ -91,7 +91,7 @@ def save_groups(model: nn.Module, names: Sequence[str]) -> list[SaveGroup]:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-    reverse = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightConverter)]
+    reverse: list[Any] = [e.reverse_transform() for e in conversions[::-1] if isinstance(e, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in names:
         target, pattern = apply_converters(name, reverse)
