@@ -74,7 +74,7 @@ def save_pretrained(
         os.replace(folder / f".{name}.part", folder / name)
     ranks.gather(None)
     if ranks.rank() == 0:
-        _finish(folder, export, config_files(structure(model), dtype))
+        _finish(folder, export, config_files(structure(model), export.dtype))
     ranks.gather(None)
     if group is not None:
         dist.destroy_process_group(group)
@@ -102,7 +102,7 @@ def convert(
         write_safetensors(folder / f".{name}.part", part.specs, made, {"format": "pt"})
     for name in export.parts:
         os.replace(folder / f".{name}.part", folder / name)
-    _finish(folder, export, config_files(model, dtype))
+    _finish(folder, export, config_files(model, export.dtype))
 
 
 class _Made:

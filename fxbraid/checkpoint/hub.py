@@ -46,11 +46,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A folder as ``save_pretrained`` would write it: files of weights, the index if there are several, and
-    ``source``: the name of each tensor in a model's state -> the one that we know it by (of a tied one the first)."""
+    """A folder as ``save_pretrained`` would write it: files of weights, the index if there are several, the type of the
+    weights, and ``source``: the name of each tensor in a model's state -> the one that we know it by (of a tied one the
+    first)."""
 
     parts: Mapping[str, Part]
     index: str | None
+    dtype: torch.dtype | None
     source: Mapping[str, str]
 
 
@@ -89,7 +91,8 @@ def plan_export(
         index = json.dumps(
             {"metadata": metadata, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True
         )
-    return Export(parts, index, {name: first.get(name, name) for name in names})
+    kind = next((value.dtype for value in made.values() if value.is_floating_point()), None)
+    return Export(parts, index, kind, {name: first.get(name, name) for name in names})
 
 
 def cast_to(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
