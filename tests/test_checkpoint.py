@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -85,8 +86,9 @@ def odd() -> nn.Module:
     return plain
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
-    """The next steps are those of the run that went on, to the bit, and so are random numbers and the data."""
+def test_everything_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written when training has gone on. The next steps are those of the run that went on, to the bit, and so are random
+    numbers and the data."""
     model = braid(odd())
     with torch.no_grad():
         for value in model.state_dict().values():
@@ -96,9 +98,17 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     saving = Checkpointer(tmp_path)
     for step in range(2):
         train(model, optimizer, step, scheduler)
+    gone_on = threading.Event()
+
+    def late(*arguments: Any) -> Any:
+        assert gone_on.wait(60)
+        return write_safetensors(*arguments)
+
+    monkeypatch.setattr(storage, "write_safetensors", late)
     saving.save(2, model, optimizer, scheduler, data={"samples": 8}, extra={"best": (1.5, float("inf"))})
     drawn = (torch.rand(3), np.random.rand(), random.random())
-    wanted = [train(model, optimizer, step, scheduler) for step in (2, 3)]  # while it is written
+    wanted = [train(model, optimizer, step, scheduler) for step in (2, 3)]
+    gone_on.set()
     saving.wait()
 
     other = braid(odd())
