@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .model import BraidedModel
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
     from .runtime.profile import Profile
+    from .zero import load_optimizer_state, optimizer_state, zero_optimizer
 
 __version__ = "0.1.0"
 
@@ -30,7 +31,10 @@ __all__ = [
     "UnsupportedError",
     "braid",
     "from_pretrained",
+    "load_optimizer_state",
+    "optimizer_state",
     "profile",
+    "zero_optimizer",
 ]
 
 _HOME = {
@@ -38,6 +42,7 @@ _HOME = {
     "Profile": "runtime.profile",
     "BraidedModel": "model",
     "Checkpointer": "checkpoint.checkpointer",
+    **dict.fromkeys(("load_optimizer_state", "optimizer_state", "zero_optimizer"), "zero"),
     **dict.fromkeys(
         ("BraidError", "CaptureError", "PartitionError", "PlanError", "UnsupportedError"), "passes.errors"
     ),

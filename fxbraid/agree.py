@@ -72,7 +72,8 @@ def describe(value: Any) -> str:
         return f"{value.name} {value.placement} m={value.m}\n{value.to_csv()}"
     if isinstance(value, Profile):
         links = sorted((ends, dataclasses.astuple(link)) for ends, link in value.messages.items())
-        rest = (dataclasses.astuple(value.all_reduce), value.rendezvous, value.contention)
+        reduces = (dataclasses.astuple(value.all_reduce), dataclasses.astuple(value.replicas))
+        rest = (reduces, value.rendezvous, value.contention)
         return f"times of {len(value)} units {sorted(value.seconds.items())} {links} {rest}"
     if isinstance(value, nn.Module):
         leaves = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in value.named_parameters()]

@@ -22,6 +22,7 @@ from .passes.block import COLLECTIVES, TIMING_ONLY, Collectives
 from .passes.compile import Compile
 from .passes.errors import BraidError
 from .precision import ambient_autocast, check_grad_dtype, refuse_float16
+from .runtime.buckets import DEFAULT_MB
 from .runtime.mesh import join, make_mesh
 from .runtime.profile import Profile
 from .schedule import Schedule
@@ -54,6 +55,7 @@ def braid(
     vocab_parallel: bool | Literal["auto"] = "auto",
     grad_dtype: torch.dtype | None = torch.float32,
     master_weights: bool = False,
+    bucket_mb: float = DEFAULT_MB,
     seed: int = 0,
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
@@ -65,10 +67,13 @@ def braid(
             would, with values that depend on ``seed`` and name alone: the same for every layout. ``load_pretrained``
             of the result, or :func:`from_pretrained`, reads weights from disk.
         example_batch: keyword arguments of the model as ``step`` will get them, tensors [batch, ...] whose dim 0
-            divides into ``n_microbatches``; only shapes and dtypes are read (meta tensors are fine).
-        device_mesh: a mesh with axes "pp" and "tp"; or give the sizes, not both.
+            divides into ``n_microbatches``; only shapes and dtypes are read (meta tensors are fine). With replicas,
+            what one of them gets.
+        device_mesh: a mesh with axes "pp" and "tp", and "dp" for replicas; or give the sizes, not both.
         tp_size, pp_size: a missing one is what the world leaves. With one process both are 1.
-        n_microbatches: m, micro-batches per step.
+        dp_size: replicas of the model, each of tp_size x pp_size ranks, the slowest axis (docs/data_parallel.md); 1
+            where it is left out. Each passes its own batch to ``step``; loss and gradients are those of all together.
+        n_microbatches: m, micro-batches per step (of each replica).
         schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`; "auto" measures this
             model on this machine and takes the fastest of all named schedules and of those that a search makes.
         tp_plan: "auto" (the model's own plan; where it has none, one that follows from its graph, which ``report()``
@@ -94,6 +99,7 @@ def braid(
             ``parameter.main_grad``, whose rounded copy ``.grad`` is. None: in each parameter's own type.
         master_weights: ``parameters()`` of the trained bfloat16 parameters are float32, with float32 gradients, and the
             program computes with their rounded copies (docs/precision.md).
+        bucket_mb: MiB of gradients, at most, in one all-reduce over the replicas.
         seed: of the values that a model on the meta device gets.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
         sequence_parallel: cut what tensor parallelism leaves whole (norms, residuals, messages) into tokens: a
@@ -244,6 +250,8 @@ def _checked(batch: Mapping[str, Any], asked: Mapping[str, Any], *, auto: bool) 
     m, max_live, braided = asked["n_microbatches"], asked["max_live"], asked["braided"]
     _whole("n_microbatches", m)
     _whole("max_programs", asked["max_programs"])
+    if not (isinstance(asked["bucket_mb"], int | float) and asked["bucket_mb"] > 0):
+        raise BraidError(f"bucket_mb={asked['bucket_mb']!r}: give a size in MiB above 0")
     if max_live is not None:
         _whole("max_live", max_live)
         if not auto:

@@ -113,7 +113,7 @@ def _profile(asked: Asked, mesh: Mesh, artefacts: Artefacts, lowered: Lowered, s
 
 def _told(mesh: Mesh, decision: Callable[[], Choice]) -> Choice:
     """The first rank's decision, on every rank. If it raises there, it raises everywhere."""
-    first = mesh.model_rank == 0
+    first = mesh.world_rank == 0
     mine: Any = None
     error: Exception | None = None
     if first:

@@ -1,10 +1,13 @@
-"""This rank's gradients beyond one chunk's sums: parts of other tensor-parallel ranks, parameters with several
-uses, and the norm over all ranks.
+"""This rank's gradients beyond one chunk's sums: those of other replicas, parts of other tensor-parallel ranks,
+parameters with several uses, and the norm over all ranks.
 
 A parameter that is whole on every tensor-parallel rank but read on each one's own features (a norm over heads, a
 router, a key-value head that several ranks hold) has on each rank the part of its gradient that comes from there.
 The parts are summed once per step, all in one message: what each rank sends is gathered, and every rank adds it up
 in rank order, so that the sum of a parameter does not depend on what else is in the message.
+
+Replicas come first: every chunk's sums go over them while the program runs (``runtime.buckets``), and what is put
+together at the end of the step is made of sums over all replicas, the same on each.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from .passes.errors import BraidError
 from .passes.layout import Piece
 from .passes.pipeline import Lowered
 from .precision import MainGrads, accumulated_in
+from .runtime.buckets import DEFAULT_MB, Reducer
 from .runtime.mesh import Mesh
-from .runtime.unit import GradSlot, accumulate, put
+from .runtime.unit import GradSlot, accumulate, gradient, put
 from .schedule import Schedule
 
 #: Elements of a message of :func:`sum_in_rank_order`, of which every rank holds its group's at once.
@@ -52,11 +56,15 @@ class Gradients:
         mesh: Mesh,
         schedule: Schedule,
         grad_dtype: torch.dtype | None = None,
+        *,
+        bucket_mb: float = DEFAULT_MB,
     ) -> None:
         self._uses, self._mesh, self._plan = uses, mesh, lowered.plan
         self._place = schedule.placement
-        self.slots = _slots(lowered, uses, parameters, grad_dtype)
+        self.slots = _slots(lowered, uses, parameters, grad_dtype, every=mesh.dp_size > 1)
         self._main = MainGrads((slot.parameter, slot.dtype) for _, slot in self._ordered())
+        #: what sums over replicas, where there are several
+        self.reducer = _reducer(lowered, self.slots, mesh.dp_group, bucket_mb) if mesh.dp_group else None
         # In an order that is the same on all ranks.
         self._tied = sorted(name for name, where in uses.items() if len(where) > 1)
         self._groups = {
@@ -76,18 +84,23 @@ class Gradients:
 
     def forget(self) -> None:
         """Drop the sums of a step."""
+        if self.reducer is not None:
+            self.reducer.forget()
         for slots in self.slots.values():
             for slot in slots.values():
                 slot.total = None
 
     def finish(self) -> None:
-        """At the end of a step: sum the parts of a TP group, then a tied parameter's uses, into ``.grad``."""
+        """At the end of a step: wait for the sums over replicas, then sum the parts of a TP group, then a tied
+        parameter's uses, into ``.grad``."""
+        if self.reducer is not None:
+            self.reducer.wait()
         self._sum_parts()
         for name in self._tied:
             self._combine(name)
         for _, slot in self._ordered():
             if slot.total is not None:
-                accumulate(slot.parameter, slot.total, slot.dtype)
+                _hand_over(slot)
                 slot.total = None
         self._main.publish()
 
@@ -99,6 +112,8 @@ class Gradients:
         before = {p: total.clone() if (total := self._main.of(p)) is not None else None for p in parameters}
         try:
             yield
+            if self.reducer is not None:
+                self.reducer.wait()
         finally:
             self.forget()
             for parameter, total in before.items():
@@ -214,6 +229,16 @@ class Gradients:
         return [_rows(grad, shard.dim, piece) for piece in shard.pieces(self._mesh.tp_rank) if piece.first]
 
 
+def _hand_over(slot: GradSlot) -> None:
+    """Add ``total`` to the gradient; where there is none yet, what lies in a bucket becomes it without a copy."""
+    total, parameter = slot.total, slot.parameter
+    assert total is not None
+    if slot.home is not None and gradient(parameter, slot.dtype) is None:
+        put(parameter, total, slot.dtype)
+    else:
+        accumulate(parameter, total, slot.dtype)
+
+
 def _rows(tensor: Tensor, dim: int | None, piece: Piece) -> Tensor:
     """A view of the rows of ``piece`` in a local tensor."""
     return tensor.narrow(dim or 0, piece.local, piece.length)
@@ -238,14 +263,36 @@ def sum_in_rank_order(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> No
             tensor.copy_(value.view(tensor.shape))
 
 
+def _reducer(
+    lowered: Lowered, slots: Mapping[int, Mapping[str, GradSlot]], group: dist.ProcessGroup, bucket_mb: float
+) -> Reducer:
+    read_in, canonical = lowered.partition.read_in, lowered.canonical
+    readers: dict[str, set[int]] = {}
+    for name, layers in read_in.items():
+        readers.setdefault(canonical[name], set()).update(layers)
+    return Reducer(
+        slots,
+        {name: min(layers) for name, layers in read_in.items()},
+        group,
+        apart={name for name in read_in if len(readers[canonical[name]]) > 1},
+        bucket_mb=bucket_mb,
+    )
+
+
 def _slots(
-    lowered: Lowered, uses: Uses, parameters: Mapping[str, nn.Parameter], grad_dtype: torch.dtype | None
+    lowered: Lowered,
+    uses: Uses,
+    parameters: Mapping[str, nn.Parameter],
+    grad_dtype: torch.dtype | None,
+    *,
+    every: bool,
 ) -> dict[int, dict[str, GradSlot]]:
+    """``every``: with replicas, all parameters are summed apart from their gradients."""
     plan = lowered.plan
 
     def summed_later(name: str) -> bool:
         first = lowered.canonical[name]
-        return len(uses[first]) > 1 or name in plan.partial or plan.params[first].shared
+        return every or len(uses[first]) > 1 or name in plan.partial or plan.params[first].shared
 
     return {
         index: {

@@ -15,7 +15,7 @@ from . import batch as batches
 from .decide import Asked, Decision, Order, decide
 from .gradients import Gradients, Nonfinite
 from .metrics import StepMetrics
-from .observe import Observed, gather, observed, save, watch
+from .observe import Observed, Watch, gather, observed, save, watch
 from .passes.block import Collectives
 from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
@@ -23,7 +23,9 @@ from .passes.partition import Partition
 from .passes.pipeline import Lowered, lower_model
 from .passes.shard import TpPlan
 from .precision import Masters
+from .replicas import Replicas
 from .report import Report, make_report
+from .runtime.buckets import DEFAULT_MB
 from .runtime.costs import CollectiveTime, profile, workload
 from .runtime.engine import Blocks, Engine
 from .runtime.measure import measure_peak
@@ -60,6 +62,7 @@ class Options:
     master_weights: bool = False
     #: the type that ``torch.autocast`` was on with when ``braid`` was called
     autocast: torch.dtype | None = None
+    bucket_mb: float = DEFAULT_MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,18 @@ class BraidedModel(nn.Module):
         self._state = take(self, source, lowered, self._uses, here, mesh, masters)
         #: what came of the checkpoint that the weights were read from, if there was one
         self.loaded: Loaded = source.loaded()
+        self._replicas = Replicas(mesh)
+        self._replicas.compare(self._state)
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        self._gradients = Gradients(lowered, self._uses, parameters, mesh, self._schedule, options.grad_dtype)
+        self._gradients = Gradients(
+            lowered,
+            self._uses,
+            parameters,
+            mesh,
+            self._schedule,
+            options.grad_dtype,
+            bucket_mb=options.bucket_mb,
+        )
         #: steps whose gradients :meth:`clip_grad_norm_` has dropped, since they were not finite
         self.skipped_steps = 0
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
@@ -137,9 +150,9 @@ class BraidedModel(nn.Module):
     def step(self, **batch: Any) -> Tensor:
         """Forward and backward of the whole batch, all micro-batches; gradients add to ``.grad``.
 
-        ``batch``: tensors [batch, ...], the same on every rank. Returns the loss of the whole batch, 0-d,
-        detached, the same on every rank. A new shape or keyword is traced and cached. :attr:`last_step` then says
-        where the time went.
+        ``batch``: tensors [batch, ...], the same on every rank of a replica; of equal shapes on all replicas, whose
+        batches together are the whole one. Returns the loss of the whole batch, 0-d, detached, the same on every
+        rank. A new shape or keyword is traced and cached. :attr:`last_step` then says where the time went.
         """
         return self._step(batch, recorded=False)
 
@@ -153,18 +166,15 @@ class BraidedModel(nn.Module):
             raise BraidError(
                 "step() trains, but the model is in eval mode; call train() first, or model(**batch)"
             )
-        self._check_unchanged()
-        batch = batches.normal(batch)
-        engine = self._engine_for(batch, training=True)
-        begun = watch(engine)
-        inputs = self._inputs(engine, batch)
+        begun, inputs = self._prepare(batch, training=True)
+        engine = begun.engine
         self._gradients.begin()
         with self._no_autocast():
             recording = record(engine, inputs) if recorded else None
             results = recording.results if recording is not None else engine.run(inputs)
         self._last = engine
         self._gradients.finish()
-        loss = self._share(self._total([values[0] for values in results]))
+        loss = self._share(engine, [values[0] for values in results])
         self._observed = observed(
             begun, batch, self._options.collectives, recording, ordered_by=self._ordered_by
         )
@@ -180,15 +190,14 @@ class BraidedModel(nn.Module):
             raise BraidError(
                 "model(**batch) is the forward of eval mode; call step(**batch) to train, or eval() first"
             )
-        self._check_unchanged()
-        batch = batches.normal(batch)
-        engine = self._engine_for(batch, training=False)
+        begun, inputs = self._prepare(batch, training=False)
+        engine = begun.engine
         with self._no_autocast():
-            results = engine.run(self._inputs(engine, batch))
+            results = engine.run(inputs)
         outputs: dict[str, Any] = {}
         for k, name in enumerate(engine.lowered.outputs):
             if name == "loss":
-                outputs[name] = self._share(self._total([values[k] for values in results]))
+                outputs[name] = self._share(engine, [values[k] for values in results])
             else:
                 outputs[name] = torch.cat([values[k] for values in results]) if results else None
         return _model_output(outputs)
@@ -311,10 +320,9 @@ class BraidedModel(nn.Module):
         boundaries, messages); not parameters, gradients, the batch, or temporaries inside a unit. Gradients are
         left as they were.
         """
-        engine = self._engine_for(batch, training=True)
-        inputs = self._inputs(engine, batch)
+        begun, inputs = self._prepare(batch, training=True)
         with self._no_autocast(), self._gradients.untouched():
-            return measure_peak(engine, inputs, held=self._state.values())
+            return measure_peak(begun.engine, inputs, held=self._state.values())
 
     def profile(self, *, repeats: int = 5, cache: bool = True) -> Profile:
         """Seconds of every distinct unit by key, and links: measured once, cached on disk, the same on all ranks;
@@ -345,7 +353,12 @@ class BraidedModel(nn.Module):
         if self._options.collectives == "free":
             collective = _free
         costs = workload(
-            lowered, times, collective=collective or times.all_reduce.seconds, link=link, label=times.label
+            lowered,
+            times,
+            collective=collective or times.all_reduce.seconds,
+            reduce=times.replicas.seconds if self._mesh.dp_size > 1 else None,
+            link=link,
+            label=times.label,
         )
         return simulate(
             self._schedule,
@@ -430,6 +443,7 @@ class BraidedModel(nn.Module):
             order=order_from(costs, lowered)
             if training and (costs := self._ordered_by) is not None
             else None,
+            reduces=reducer.modules if (reducer := self._gradients.reducer) is not None else None,
         )
 
     def _engine_for(self, batch: Mapping[str, Any], *, training: bool) -> Engine:
@@ -451,28 +465,37 @@ class BraidedModel(nn.Module):
             self._engines[key] = self._engine(lowered, training=training)
         return self._engines[key]
 
+    def _prepare(self, given: Mapping[str, Any], *, training: bool) -> tuple[Watch, dict[str, list[Any]]]:
+        """The engine for a batch, watched from here on, and its inputs. What speaks against it is raised before any
+        collective, and where there are replicas on all of them."""
+
+        def prepare() -> tuple[Watch, dict[str, list[Any]]]:
+            self._check_unchanged()
+            batch = batches.normal(given)
+            begun = watch(self._engine_for(batch, training=training))
+            return begun, self._inputs(begun.engine, batch)
+
+        begun, inputs = self._replicas.together(prepare, given)
+        lowered = begun.engine.lowered
+        if lowered.count is not None and begun.engine.has_last:
+            totals = self._replicas.counts(self._count(lowered, lowered.count, inputs))
+            for name, total in zip(lowered.counts, totals, strict=True):
+                inputs[name] = [total.to(begun.engine.one.dtype)] * self._options.n_microbatches
+        return begun, inputs
+
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         self._masters.refresh()
         m = self._options.n_microbatches
         engine.lowered.checks.check(batch, lambda: batches.split(batch, m))
         micro = batches.split(batches.move(batch, self._mesh.device), m)
-        inputs: dict[str, list[Any]] = {
-            name: values for name, values in micro.items() if isinstance(values[0], Tensor)
-        }
-        lowered = engine.lowered
-        if lowered.counts and engine.has_last:
-            for name, total in zip(lowered.counts, self._count(lowered, inputs), strict=True):
-                inputs[name] = [total.to(engine.one.dtype)] * m
-        return inputs
+        return {name: values for name, values in micro.items() if isinstance(values[0], Tensor)}
 
-    def _count(self, lowered: Lowered, inputs: Mapping[str, list[Tensor]]) -> list[Tensor]:
-        """The loss denominators of the whole batch."""
-        if lowered.count is None:
-            return []
+    def _count(
+        self, lowered: Lowered, count: fx.GraphModule, inputs: Mapping[str, list[Tensor]]
+    ) -> list[Tensor]:
+        """The loss denominators of this replica's batch."""
         names = [n for n in lowered.inputs if n not in lowered.counts]
-        per_micro = [
-            lowered.count(*(inputs[n][mb] for n in names)) for mb in range(self._options.n_microbatches)
-        ]
+        per_micro = [count(*(inputs[n][mb] for n in names)) for mb in range(self._options.n_microbatches)]
         return [torch.stack(values).sum() for values in zip(*per_micro, strict=True)]
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
@@ -482,8 +505,11 @@ class BraidedModel(nn.Module):
             total = loss.detach().clone() if i == 0 else total + loss.detach()
         return total
 
-    def _share(self, loss: Tensor) -> Tensor:
-        """The loss of the last chunk's rank, on every rank of the pipeline."""
+    def _share(self, engine: Engine, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of the whole batch on every rank, from those of the micro-batches on the last chunk's."""
+        loss = self._total(losses)
+        if engine.has_last:
+            loss = self._replicas.total(loss)
         if self._mesh.pp_group is not None and self._mesh.pp_size > 1:
             source = self._schedule.placement.rank_of(self._schedule.n_chunks - 1)
             dist.broadcast(loss, self._mesh.global_rank(source), group=self._mesh.pp_group)

@@ -107,12 +107,12 @@ def observed(
 ) -> Observed:
     """``step()`` ends. Sends this rank's numbers to all others, without waiting; collective."""
     engine, meter = begun.engine, begun.engine.meter
-    ids = batch.get("input_ids")
+    ids, replicas = batch.get("input_ids"), engine.mesh.dp_size
     result = Observed(
         engine=engine,
         collectives=collectives,
-        samples=next((v.shape[0] for v in batch.values() if isinstance(v, Tensor)), 0),
-        tokens=ids.numel() if isinstance(ids, Tensor) else None,
+        samples=replicas * next((v.shape[0] for v in batch.values() if isinstance(v, Tensor)), 0),
+        tokens=replicas * ids.numel() if isinstance(ids, Tensor) else None,
         label=meter.label(),
         events=begun.events,
         ordered_by=ordered_by,
@@ -135,7 +135,7 @@ def save(timeline: Timeline, path: str | Path | None, mesh: Mesh) -> None:
     """Write ``timeline`` on the first rank, None to nowhere. Collective: where that fails, it raises on every rank,
     so that none goes on alone."""
     why: str | None = None
-    if path is not None and mesh.pp_rank == mesh.tp_rank == 0:
+    if path is not None and mesh.dp_rank == mesh.pp_rank == mesh.tp_rank == 0:
         try:
             timeline.save(path)
         except OSError as error:

@@ -83,6 +83,15 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
 
+def _sizes(mesh: Mesh, m: int) -> str:
+    more, where = (f" x dp {mesh.dp_size}", f"dp {mesh.dp_rank}, ") if mesh.dp_size > 1 else ("", "")
+    each = " each" if more else ""
+    return (
+        f"tp {mesh.tp_size} x pp {mesh.pp_size}{more}, {m} micro-batches{each}, rank "
+        f"({where}pp {mesh.pp_rank}, tp {mesh.tp_rank})"
+    )
+
+
 def _collectives(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}s" for name, count in counts.items()) or "0 all-reduces"
 
@@ -128,8 +137,7 @@ def make_report(
         )
     below = below_closed_form(schedule.p, schedule.m) if schedule.name == "stp" else []
     return Report(
-        sizes=f"tp {mesh.tp_size} x pp {mesh.pp_size}, {options.n_microbatches} micro-batches, rank "
-        f"(pp {mesh.pp_rank}, tp {mesh.tp_rank})",
+        sizes=_sizes(mesh, options.n_microbatches),
         schedule=f"{schedule.name}, {schedule.n_chunks} chunks on {schedule.p} ranks ({schedule.placement.kind})",
         chunks=tuple(chunks),
         layers_per_chunk=tuple(len(c.layers) for c in plan.partition.chunks),

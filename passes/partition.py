@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
@@ -52,11 +52,13 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """``chunks`` in model order, ``layers`` = number of decoder layers, ``costs`` FLOPs of the forward per chunk."""
+    """``chunks`` in model order, ``layers`` = number of decoder layers, ``costs`` FLOPs of the forward per chunk,
+    ``read_in`` the layers that read each parameter (-1: before the layers, ``layers``: behind them)."""
 
     chunks: tuple[Chunk, ...]
     layers: int
     costs: tuple[int, ...]
+    read_in: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 def partition(captured: Captured, n_chunks: int, *, split: str | Sequence[int] = "auto") -> Partition:
@@ -95,7 +97,7 @@ def partition(captured: Captured, n_chunks: int, *, split: str | Sequence[int] =
     totals = [0] * n_chunks
     for node, c in owner.items():
         totals[c] += flops(node)
-    return Partition(chunks, n_layers, tuple(totals))
+    return Partition(chunks, n_layers, tuple(totals), _read_in(graph, segment))
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
@@ -150,6 +152,19 @@ def _segments(graph: fx.Graph, live: set[fx.Node]) -> tuple[dict[fx.Node, int], 
         if segment.get(node) == -1 and {segment.get(user, n_layers) for user in node.users} == {n_layers}:
             segment[node] = n_layers
     return segment, n_layers
+
+
+def _read_in(graph: fx.Graph, segment: dict[fx.Node, int]) -> dict[str, frozenset[int]]:
+    """The layers in which each parameter, or what follows from it alone, is read."""
+    layers = {node: frozenset({index}) for node, index in segment.items()}
+    found: dict[str, frozenset[int]] = {}
+    for node in reversed(graph.nodes):
+        if node not in segment:
+            layers[node] = frozenset().union(*(layers[user] for user in node.users))
+        if node.meta.get("is_parameter"):
+            name = str(node.target)
+            found[name] = found.get(name, frozenset()) | layers[node]
+    return found
 
 
 def _segment_costs(segment: dict[fx.Node, int], n_layers: int) -> list[int]:

@@ -7,6 +7,7 @@ Contract: (schedule, rank, blocks) -> :class:`Program`. One node per instruction
     [F0_0_for_I, F0_0_for_W] = self.F0(ids_0)       # the send to the next rank is inside
     [F1_0_x0] = self.arrive_F1(post_F1)
     ...
+    reduce_0 = self.reduce_0()                      # with replicas: chunk 0's last W is done, sum over them
     return [loss_0, loss_1, ...]
 
 Inputs are the user's tensors, each a list with one entry per micro-batch, and ``one``, the gradient of the loss.
@@ -24,7 +25,7 @@ from torch import fx, nn
 
 from ..schedule import Action, Schedule, parts
 from ..schedule import Phase as Do
-from ..schedule.lower import Arrive, Message, Post, Run, lower
+from ..schedule.lower import Arrive, Message, Post, Reduce, Run, lower
 from .block import Block, block_name
 from .boxes import unpack_tuples
 from .buffers import Call, Layout, Received, assign
@@ -51,7 +52,8 @@ def program(
     block: Callable[[tuple[Action, ...]], Block],
     modules: dict[str, nn.Module],
 ) -> Program:
-    """``block(parts)`` gives the block of a step's actions; ``modules`` the receives, ``post_*`` and ``arrive_*``.
+    """``block(parts)`` gives the block of a step's actions; ``modules`` the receives, ``post_*`` and ``arrive_*``, and
+    where there are replicas ``reduce_*`` of every chunk, which starts to sum its gradients over them.
 
     With a module ``release`` among them, the program says when nothing reads a slot any more: ``self.release(0)``,
     which fills it with NaN, so that a reader that was overlooked does not go unnoticed."""
@@ -81,12 +83,15 @@ class _Builder:
         names = [n for c in sorted(self.chunks) for n in self.chunks[c].joint.inputs]
         for name in dict.fromkeys([*names, ONE]):
             self.inputs[name] = self.graph.placeholder(name)
-        for instruction in lower(self.schedule, self.rank):
+        reduce = any(reduction(chunk) in self.modules for chunk in self.chunks)
+        for instruction in lower(self.schedule, self.rank, reduce=reduce):
             if isinstance(instruction, Post):
                 node = self._module(f"post_{_channel(instruction.message)}", ())
                 self.posted[instruction.message] = node
             elif isinstance(instruction, Arrive):
                 node = self._arrive(instruction.message)
+            elif isinstance(instruction, Reduce):
+                node = self._module(reduction(instruction.chunk), ())
             else:
                 node = self._run(instruction)
             node.meta["instruction"] = instruction
@@ -176,6 +181,11 @@ class _Builder:
         return self.env["dx", chunk + 1, mb, f"dx{name.removeprefix('dy')}"]
 
 
+def reduction(chunk: int) -> str:
+    """The module that sums a chunk's gradients over replicas."""
+    return f"reduce_{chunk}"
+
+
 def _kind(name: str) -> str:
     return name if name in ("for_I", "for_W", "handed") else name.rstrip("0123456789")
 
@@ -184,4 +194,4 @@ def _channel(message: Message) -> str:
     return f"{message.channel.phase}{message.channel.chunk}"
 
 
-__all__ = ["ONE", "Program", "block_name", "program"]
+__all__ = ["ONE", "Program", "block_name", "program", "reduction"]

@@ -97,24 +97,31 @@ def workload(
     seconds: Mapping[str, float],
     *,
     collective: CollectiveTime = lambda _: 0.0,
+    reduce: CollectiveTime | None = None,
     link: Link = INSTANT,
     label: str = "measured profile",
 ) -> Workload:
     """Costs of all chunks of ``lowered`` (which must hold all of them).
 
-    ``seconds``: by unit key (or place), as :func:`profile` returns. ``collective``: bytes -> seconds of one all-reduce.
-    Bytes of saved activations, hand-over and boundaries are counted from the graphs, each storage once, freed
-    behind the last unit that reads it.
+    ``seconds``: by unit key (or place), as :func:`profile` returns. ``collective``: bytes -> seconds of one all-reduce,
+    ``reduce``: of one over replicas, None where there is one. Bytes of saved activations, hand-over and boundaries are
+    counted from the graphs, each storage once, freed behind the last unit that reads it.
     """
     chunks = [lowered.chunks[index] for index in range(len(lowered.partition.chunks))]
     made = tuple(
-        chunk_cost(chunk, seconds, collective if chunk.tp_size > 1 else lambda _: 0.0) for chunk in chunks
+        chunk_cost(chunk, seconds, collective if chunk.tp_size > 1 else lambda _: 0.0, reduce)
+        for chunk in chunks
     )
     return Workload(made, link=link, label=label)
 
 
-def chunk_cost(chunk: ChunkUnits, seconds: Mapping[str, float], collective: CollectiveTime) -> ChunkCost:
-    """The costs of one chunk; see :func:`workload`."""
+def chunk_cost(
+    chunk: ChunkUnits,
+    seconds: Mapping[str, float],
+    collective: CollectiveTime,
+    reduce: CollectiveTime | None = None,
+) -> ChunkCost:
+    """The costs of one chunk; see :func:`workload`. Its gradients go over the replicas as if in one message."""
     saves, frees = _bytes(chunk)
 
     def cost(unit: Unit) -> UnitCost:
@@ -135,7 +142,19 @@ def chunk_cost(chunk: ChunkUnits, seconds: Mapping[str, float], collective: Coll
 
     f, i, w = (tuple(cost(unit) for unit in chunk.units[phase]) for phase in (Phase.F, Phase.I, Phase.W))
     forward = sum(nbytes(n.meta["val"]) for n in chunk.outputs) if chunk.joint.chunk.boundary_out else 0
-    return ChunkCost(f, i, w, forward, sum(nbytes(n.meta["val"]) for n in chunk.input_grads))
+    backward = sum(nbytes(n.meta["val"]) for n in chunk.input_grads)
+    return ChunkCost(f, i, w, forward, backward, reduce(gradient_bytes(chunk)) if reduce is not None else 0.0)
+
+
+def gradient_bytes(chunk: ChunkUnits) -> int:
+    """Bytes of the gradients of a chunk's parameters on one rank."""
+    sizes = {
+        name: nbytes(out.meta["val"])
+        for unit in chunk.units[Phase.W]
+        for out, name in zip(unit.outs, unit.grads, strict=True)
+        if name is not None
+    }
+    return sum(sizes.values())
 
 
 def place_of(unit: Unit) -> str:

@@ -15,7 +15,7 @@ from ..passes.compile import Artefacts
 from ..passes.errors import BraidError
 from ..passes.joint import Phase
 from ..passes.pipeline import Lowered
-from ..passes.program import ONE, program
+from ..passes.program import ONE, program, reduction
 from ..passes.verify import verify_block
 from ..schedule import Action, Schedule, parts
 from ..schedule import Phase as Do
@@ -93,7 +93,8 @@ class Engine:
     """Runs one schedule on one rank for one signature of inputs.
 
     ``state``: this rank's parameters and buffers by name; ``slots``: the gradient slots by chunk and parameter;
-    ``order``: of units in blocks by costs, None for the paper's.
+    ``order``: of units in blocks by costs, None for the paper's; ``reduces``: by chunk, what starts to sum its
+    gradients over replicas, empty where there is one.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Engine:
         artefacts: Artefacts,
         collectives: Collectives = "overlap",
         order: CostOrder | None = None,
+        reduces: Mapping[int, nn.Module] | None = None,
     ) -> None:
         self.lowered, self.schedule, self.mesh = lowered, schedule, mesh
         self.outbox, self.buffers = Outbox(), Buffers()
@@ -126,6 +128,8 @@ class Engine:
                 own = slots.get(index, {})
                 modules[unit.label] = BoundUnit(unit, artefacts.get(unit), state, own, around=timed)
         modules |= self.meter.watch(self._channels())
+        if not forward:
+            modules |= {reduction(chunk): module for chunk, module in (reduces or {}).items()}
         whole = artefacts.mode == "block"
         # Compiled pieces hold the group's name: one that all ranks and runs agree on lets them share artefacts.
         tp_group = mesh.tp_group_name

@@ -32,6 +32,9 @@ SMALL = 1024
 FASTEST = 1e13
 """Bytes a second above which a link is none: more than the memory of any device gives."""
 
+REPLICAS_BYTES = 2**22
+"""Bytes of the sum over replicas that is measured."""
+
 BESIDE_S = 0.3
 """Seconds, at most, of units that run beside an all-reduce to see how they slow each other down."""
 
@@ -75,27 +78,24 @@ def sizes_of(lowered: Lowered) -> Sizes:
 def links_of(mesh: Mesh, schedule: Schedule) -> frozenset[str]:
     """The names that all ranks together measure."""
     found = {f"message {source}-{destination}" for _, source, destination in channels(schedule)}
+    if mesh.dp_size > 1:
+        found.add("replicas")
     return frozenset(found | {"all_reduce", "contention"} if mesh.tp_size > 1 else found)
 
 
 def measure_links(
     lowered: Lowered, artefacts: Artefacts, mesh: Mesh, schedule: Schedule, sizes: Sizes, *, repeats: int
 ) -> dict[str, list[float]]:
-    """This rank's measurements by name: ``all_reduce`` and ``message S-D`` as [alpha, beta], ``contention`` as [share].
+    """This rank's measurements by name: ``all_reduce`` of the TP group, ``replicas`` (an all-reduce over them) and
+    ``message S-D`` as [alpha, beta], ``contention`` as [share].
 
     Collective over all ranks, which must give equal ``sizes``.
     """
     found: dict[str, list[float]] = {}
+    if mesh.dp_group is not None:
+        found["replicas"], _ = _all_reduce(mesh.dp_group, mesh, REPLICAS_BYTES, repeats)
     if mesh.tp_group is not None and mesh.tp_size > 1:
-        group = mesh.tp_group
-
-        def reduce(tensor: Tensor) -> None:
-            dist.all_reduce(tensor, group=group)
-
-        small, large = (
-            _median(reduce, _bytes(size, mesh), mesh, repeats) for size in (SMALL, sizes.collective)
-        )
-        found["all_reduce"] = fit(small, large, sizes.collective)
+        found["all_reduce"], large = _all_reduce(mesh.tp_group, mesh, sizes.collective, repeats)
         found["contention"] = [_contention(lowered, artefacts, mesh, large, sizes.collective)]
     groups = mesh.channel_groups(schedule)
     seen: set[tuple[int, int]] = set()
@@ -108,6 +108,16 @@ def measure_links(
             if values is not None:
                 found[f"message {source}-{destination}"] = values
     return found
+
+
+def _all_reduce(group: dist.ProcessGroup, mesh: Mesh, size: int, repeats: int) -> tuple[list[float], float]:
+    """[alpha, beta] of an all-reduce over ``group``, and the seconds of one of ``size`` bytes."""
+
+    def reduce(tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=group)
+
+    small, large = (_median(reduce, _bytes(n, mesh), mesh, repeats) for n in (SMALL, size))
+    return fit(small, large, size), large
 
 
 def _message(

@@ -40,10 +40,10 @@ LEAST_SHARE = 0.05
 class Profile(Mapping[str, float]):
     """Seconds of units by key (it is a mapping of them), and links. Every rank has the same.
 
-    all_reduce: of the TP group, by bytes of the tensor. messages: by (source, destination) pipeline rank; rendezvous:
-    a message starts when its receive is posted. contention: share of the device that a running all-reduce takes from
-    the units beside it, 0 to 1 or above where overlapping costs more than it gains. label: where the numbers come
-    from. made_from: what they depend on.
+    all_reduce: of the TP group, by bytes of the tensor; replicas: over data-parallel replicas. messages: by (source,
+    destination) pipeline rank; rendezvous: a message starts when its receive is posted. contention: share of the device
+    that a running all-reduce takes from the units beside it, 0 to 1 or above where overlapping costs more than it
+    gains. label: where the numbers come from. made_from: what they depend on.
     """
 
     seconds: Mapping[str, float]
@@ -53,6 +53,7 @@ class Profile(Mapping[str, float]):
     contention: float = 0.0
     label: str = "measured profile"
     made_from: Mapping[str, Any] = field(default_factory=dict)
+    replicas: LinkTime = INSTANT
 
     def __getitem__(self, key: str) -> float:
         return self.seconds[key]
@@ -95,7 +96,7 @@ def as_profile(times: Mapping[str, float]) -> Profile:
             )
     if not isinstance(times, Profile):
         return Profile(dict(times), label="given times")
-    links = {"all-reduces": times.all_reduce} | {
+    links = {"all-reduces": times.all_reduce, "sums over replicas": times.replicas} | {
         f"messages {a}-{b}": x for (a, b), x in times.messages.items()
     }
     for name, link in links.items():
@@ -137,13 +138,14 @@ def make_profile(
         "machine": sorted({json.dumps(fact, sort_keys=True) for fact in meet(mesh, _machine(mesh))}),
         "torch": torch.__version__,
         "compile": str(artefacts.mode),
-        "world": {"tp": mesh.tp_size, "pp": mesh.pp_size, "placement": schedule.placement.kind},
+        "world": {"tp": mesh.tp_size, "pp": mesh.pp_size, "placement": schedule.placement.kind}
+        | ({"dp": mesh.dp_size} if mesh.dp_size > 1 else {}),
         "bytes": largest,
     }
     emulated = session is not None
     store = ProfileCache.of(facts) if cache and not emulated else None
     names = links_of(mesh, schedule)
-    known = meet(mesh, store.read(names) if store is not None and mesh.model_rank == 0 else None)[0]
+    known = meet(mesh, store.read(names) if store is not None and mesh.world_rank == 0 else None)[0]
     known = known or {"seconds": {}, "links": None}
     missing = [unit for unit in _units(lowered) if unit.key not in known["seconds"]]
     measured = unit_seconds(missing, artefacts, repeats=repeats)
@@ -152,7 +154,7 @@ def make_profile(
         links = measure_links(lowered, artefacts, mesh, schedule, Sizes(**largest), repeats=repeats)
     merged = _merged(meet(mesh, {"seconds": measured, "links": links}))
     merged["seconds"] = {**known["seconds"], **merged["seconds"]}
-    if store is not None and mesh.model_rank == 0 and merged != known:
+    if store is not None and mesh.world_rank == 0 and merged != known:
         store.write(merged)
     label = emulate.label() if emulated else f"measured on this machine, {_device(mesh)}"
     return _profile(merged, label, facts)
@@ -162,7 +164,12 @@ def gather_workload(lowered: Lowered, profile: Profile, mesh: Mesh) -> Workload:
     """Costs of all chunks from what each rank knows of its own. Collective; the same on every rank."""
     here = {
         str(index): dataclasses.asdict(
-            chunk_cost(chunk, profile, profile.all_reduce.seconds if chunk.tp_size > 1 else INSTANT.seconds)
+            chunk_cost(
+                chunk,
+                profile,
+                profile.all_reduce.seconds if chunk.tp_size > 1 else INSTANT.seconds,
+                profile.replicas.seconds if mesh.dp_size > 1 else None,
+            )
         )
         for index, chunk in lowered.chunks.items()
     }
@@ -196,11 +203,11 @@ def order_from(costs: Workload, lowered: Lowered) -> CostOrder:
 
 
 def meet(mesh: Mesh, value: Any) -> list[Any]:
-    """``value`` (anything that JSON can say) of every rank, by global rank. Collective."""
-    if mesh.model_group is None:
+    """``value`` (anything that JSON can say) of every rank of every replica, by global rank. Collective."""
+    if mesh.world_group is None:
         return [json.loads(json.dumps(value))]
-    found: list[Any] = [None] * dist.get_world_size(mesh.model_group)
-    dist.all_gather_object(found, json.dumps(value), group=mesh.model_group)
+    found: list[Any] = [None] * dist.get_world_size(mesh.world_group)
+    dist.all_gather_object(found, json.dumps(value), group=mesh.world_group)
     return [json.loads(text) for text in found]
 
 
@@ -260,6 +267,7 @@ def _profile(merged: Mapping[str, Any], label: str, facts: Mapping[str, Any]) ->
         contention=links.get("contention", [0.0])[0],
         label=label,
         made_from=dict(facts),
+        replicas=LinkTime(*links["replicas"]) if "replicas" in links else INSTANT,
     )
 
 
@@ -282,6 +290,11 @@ def _emulated(lowered: Lowered, mesh: Mesh, schedule: Schedule, session: Any) ->
         link = cluster.link(ranks, message=False, description=mesh.tp_group.group_desc)
         moved = emulate.factor(emulate.Op.ALL_REDUCE, tp)
         all_reduce = LinkTime(link.alpha_s, link.beta_bytes_per_s / moved)
+    replicas = INSTANT
+    if mesh.dp_group is not None:
+        link = cluster.link(dist.get_process_group_ranks(mesh.dp_group), message=False, description="dp")
+        moved = emulate.factor(emulate.Op.ALL_REDUCE, mesh.dp_size)
+        replicas = LinkTime(link.alpha_s, link.beta_bytes_per_s / moved)
     messages = {}
     for _, source, destination in channels(schedule):
         ends = [mesh.global_rank(source), mesh.global_rank(destination)]
@@ -295,9 +308,10 @@ def _emulated(lowered: Lowered, mesh: Mesh, schedule: Schedule, session: Any) ->
         contention=1 - 1 / cluster.slowdown,
         label=emulate.label(),
         made_from={"emulated": str(cluster), "by": "place of the unit"},
+        replicas=replicas,
     )
 
 
 def _chunk_cost(values: Mapping[str, Any]) -> ChunkCost:
     f, i, w = (tuple(UnitCost(**unit) for unit in values[phase]) for phase in ("f", "i", "w"))
-    return ChunkCost(f, i, w, values["sends_f"], values["sends_i"])
+    return ChunkCost(f, i, w, values["sends_f"], values["sends_i"], values["reduces"])

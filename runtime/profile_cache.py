@@ -138,7 +138,7 @@ def _link(name: Any, values: Any) -> bool:
             and math.isfinite(values[0])
             and abs(values[0]) <= MOST_CONTENTION
         )
-    known = name == "all_reduce" or (isinstance(name, str) and name.startswith("message "))
+    known = name in ("all_reduce", "replicas") or (isinstance(name, str) and name.startswith("message "))
     if not known or len(values) != 2 or not _time(values[0]):
         return False
     rate = values[1]

@@ -259,7 +259,7 @@ def host_number() -> int:
 
 @dataclass(slots=True)
 class Rows:
-    """One row of integers from every rank of the model, under way. ``get`` is local: every rank has sent its own."""
+    """One row of integers from every rank of this replica, under way. ``get`` is local: every rank has sent its own."""
 
     mesh: Mesh
     parts: list[Tensor]
@@ -270,12 +270,12 @@ class Rows:
         if self.work is not None:
             self.work.wait()
             self.work = None
-        rows = [part.tolist() for part in self.parts]
+        rows = dict(zip(_members(self.mesh), (part.tolist() for part in self.parts), strict=True))
         return [[rows[rank] for rank in row] for row in self.mesh.ranks]
 
 
 def share(mesh: Mesh, row: Sequence[int]) -> Rows:
-    """Send ``row`` to every rank of the model, without waiting. Collective, in the same order on all ranks."""
+    """Send ``row`` to every rank of this replica, without waiting. Collective, in the same order on all ranks."""
     mine = torch.tensor(row, dtype=torch.int64)
     group = quiet_group(mesh)
     if group is None:
@@ -285,7 +285,7 @@ def share(mesh: Mesh, row: Sequence[int]) -> Rows:
 
 
 def share_bytes(mesh: Mesh, payload: bytes) -> list[bytes]:
-    """``payload`` of every rank of the model, by global rank. Collective, and waits."""
+    """``payload`` of every rank of this replica, in the order of their ranks. Collective, and waits."""
     sizes = share(mesh, [len(payload)]).get()
     width = max(row[0] for column in sizes for row in column)
     mine = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
@@ -295,10 +295,16 @@ def share_bytes(mesh: Mesh, payload: bytes) -> list[bytes]:
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([parts], [mine]).wait()
     length = {rank: sizes[pp][tp][0] for pp, row in enumerate(mesh.ranks) for tp, rank in enumerate(row)}
-    return [part.numpy().tobytes()[: length[rank]] for rank, part in enumerate(parts)]
+    return [part.numpy().tobytes()[: length[rank]] for rank, part in zip(_members(mesh), parts, strict=True)]
 
 
-def quiet_group(mesh: Mesh) -> Any:
-    """A group of all ranks for CPU tensors whose traffic costs nothing on an emulated clock; None for one rank."""
-    group = mesh.host_group
+def quiet_group(mesh: Mesh, *, world: bool = False) -> Any:
+    """A group of all ranks of this replica, or of the ``world``, for CPU tensors, whose traffic costs nothing on an
+    emulated clock; None for one rank."""
+    group = mesh.world_host_group if world else mesh.host_group
     return group if group is None else getattr(group, "real", group)
+
+
+def _members(mesh: Mesh) -> list[int]:
+    """Global ranks in the order of ``host_group``."""
+    return sorted(rank for row in mesh.ranks for rank in row)

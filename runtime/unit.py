@@ -24,23 +24,25 @@ class GradSlot:
 
     A parameter that one chunk uses sums straight into its gradient. A tied one, used by several chunks, sums per
     chunk and is put together at the end of the step: then the order of additions is that of micro-batches within
-    each chunk, whatever the schedule, and equal to the bit between schedules.
+    each chunk, whatever the schedule, and equal to the bit between schedules. With data parallelism every parameter
+    is: what goes over the replicas is this step's sum alone. ``home``: gives the memory in which it is made.
     """
 
-    __slots__ = ("dtype", "parameter", "shared", "total")
+    __slots__ = ("dtype", "home", "parameter", "shared", "total")
 
     def __init__(self, parameter: nn.Parameter, *, shared: bool, dtype: torch.dtype | None = None) -> None:
         self.parameter = parameter
         self.shared = shared
         self.dtype = dtype or parameter.dtype
         self.total: Tensor | None = None
+        self.home: Callable[[], Tensor] | None = None
 
     def add(self, grad: Tensor) -> None:
         """Add ``grad`` (shape of the parameter)."""
         if not self.shared:
             accumulate(self.parameter, grad, self.dtype)
         elif self.total is None:
-            self.total = grad.to(self.dtype, copy=True)
+            self.total = self._empty().copy_(grad)
         else:
             self.total.add_(grad)
 
@@ -59,6 +61,9 @@ class GradSlot:
             self.add(torch.mm(left, right))
 
     def _empty(self) -> Tensor:
+        """Memory for a step's first contribution."""
+        if self.home is not None:
+            return self.home()
         return torch.empty_like(self.parameter, dtype=self.dtype, requires_grad=False)
 
 

@@ -86,6 +86,8 @@ def headline(result: Result) -> str:
     )
     if result.exposed_p2p_share > 0.0005:
         text += f" · exposed P2P {100 * result.exposed_p2p_share:.1f} %"
+    if result.exposed_dp_share > 0.0005:
+        text += f" · exposed DP {100 * result.exposed_dp_share:.1f} %"
     if result.mfu is not None:
         text += f" · MFU {100 * result.mfu:.1f} %"
     return text + ("" if result.braided else " · blocking")

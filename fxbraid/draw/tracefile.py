@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxbraid.draw.layout import collective_name, name_of
-from fxbraid.simulate import Result
+from fxbraid.simulate import Box, Result
+from fxbraid.simulate.result import REDUCTION
 
 COMPUTE, COLLECTIVE, LINKS = 0, 1, 2
 
@@ -63,7 +64,7 @@ def _rank(result: Result, rank: int) -> Iterator[dict[str, Any]]:
             "pid": rank,
             "tid": COMPUTE if box.lane == "compute" else COLLECTIVE,
             "cat": box.phase if box.lane == "compute" else "collective",
-            "name": box.unit if box.lane == "compute" else f"{collective_name(result)} {box.unit}",
+            "name": box.unit if box.lane == "compute" else _collective(result, box),
             "ts": box.start * scale,
             "dur": (box.end - box.start) * scale,
             "args": {
@@ -76,6 +77,10 @@ def _rank(result: Result, rank: int) -> Iterator[dict[str, Any]]:
         }
     for time, level in result.memory(rank):
         yield {"ph": "C", "pid": rank, "name": "memory", "ts": time * scale, "args": {"live": level}}
+
+
+def _collective(result: Result, box: Box) -> str:
+    return box.unit if box.unit == REDUCTION else f"{collective_name(result)} {box.unit}"
 
 
 def _messages(result: Result) -> list[dict[str, Any]]:

@@ -6,6 +6,9 @@ simulator reads the same list where no graph exists.
 Every (phase, boundary) is a channel of its own and carries micro-batches in increasing order (the checker demands
 it), so both ends agree on the order of messages by construction, whatever else they do. A receive is posted one
 step before the step that needs it; a send leaves inside its block and is never waited for before the end.
+
+With data parallelism a chunk's gradients are summed over the replicas behind its last W (or B), while other chunks and
+micro-batches go on; that, too, is waited for at the end.
 """
 
 from __future__ import annotations
@@ -59,7 +62,14 @@ class Run:
     step: Step
 
 
-Instruction = Post | Arrive | Run
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start to sum a chunk's gradients over the data-parallel replicas: its last W is done."""
+
+    chunk: int
+
+
+Instruction = Post | Arrive | Run | Reduce
 
 
 def channels(schedule: Schedule) -> list[tuple[Channel, int, int]]:
@@ -89,14 +99,27 @@ def needs(schedule: Schedule, action: Action) -> Message | None:
     return Message(channel, action.microbatch)
 
 
-def lower(schedule: Schedule, rank: int) -> list[Instruction]:
-    """The instructions of ``rank``, in order."""
+def lower(schedule: Schedule, rank: int, *, reduce: bool = False) -> list[Instruction]:
+    """The instructions of ``rank``, in order; with ``reduce``, those that sum gradients over replicas."""
     row = schedule.actions[rank]
     wanted = [[m for a in parts(step) if (m := needs(schedule, a)) is not None] for step in row]
-    return list(_instructions(row, wanted))
+    return list(_instructions(row, wanted, complete(row) if reduce else {}))
 
 
-def _instructions(row: tuple[Step, ...], wanted: list[list[Message]]) -> Iterator[Instruction]:
+def complete(row: tuple[Step, ...]) -> dict[int, list[int]]:
+    """The chunks whose gradients are complete behind a step, by its index."""
+    last: dict[int, int] = {}
+    for i, step in enumerate(row):
+        last |= {action.chunk: i for action in parts(step) if action.phase in (Phase.W, Phase.B)}
+    found: dict[int, list[int]] = {}
+    for chunk, i in sorted(last.items()):
+        found.setdefault(i, []).append(chunk)
+    return found
+
+
+def _instructions(
+    row: tuple[Step, ...], wanted: list[list[Message]], complete: dict[int, list[int]]
+) -> Iterator[Instruction]:
     for message in wanted[0] if wanted else []:
         yield Post(message)
     for i, step in enumerate(row):
@@ -105,3 +128,5 @@ def _instructions(row: tuple[Step, ...], wanted: list[list[Message]]) -> Iterato
         for message in wanted[i]:
             yield Arrive(message)
         yield Run(step)
+        for chunk in complete.get(i, ()):
+            yield Reduce(chunk)

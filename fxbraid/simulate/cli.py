@@ -83,6 +83,7 @@ def as_dict(result: Result, batch: int = 1) -> dict[str, object]:
             "compute": rank.compute,
             "exposed_tp": rank.exposed_tp,
             "exposed_p2p": rank.exposed_p2p,
+            **({"exposed_dp": rank.exposed_dp} if any(result.trace.reductions) else {}),
             "bubble": rank.bubble,
             "peak": rank.peak,
         }

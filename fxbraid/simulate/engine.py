@@ -5,6 +5,9 @@ and its collective lane are inside the block (``block``). A message can start wh
 rendezvous, when its receive is posted, one step ahead; messages that can start queue on the link of their
 direction in that order, and no message waits behind one that can't. Events are therefore handled in order of
 time; a rank itself runs on until a message is missing.
+
+With replicas, the sum of a chunk's gradients over them starts behind the step that completes it, one after the other
+on a lane of their own; the step is over when the last of them is.
 """
 
 from __future__ import annotations
@@ -14,11 +17,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fxbraid.schedule import Composite, Phase, Schedule, ScheduleError, Step
-from fxbraid.schedule.lower import Arrive, Channel, Post, Run, channels, lower
+from fxbraid.schedule.lower import Arrive, Channel, Post, Reduce, Run, channels, lower
 from fxbraid.schedule.walk import execution_order
 from fxbraid.simulate.block import BlockClock, BlockTimes
 
 UNKNOWN = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The sum of a chunk's gradients over replicas, launched behind a rank's ``step``."""
+
+    chunk: int
+    step: int
+    start: float
+    end: float
 
 
 @dataclass(slots=True)
@@ -29,7 +42,7 @@ class Trace:
     arrival it waited for, -1 if it followed the step before at once. Messages are numbered channel x m +
     micro-batch; sent, posted, began and arrived are their times (UNKNOWN for one that never went); sender is
     (rank, step, part), receiver (rank, step), and before is the message that held the link up, -1 if none
-    did.
+    did. reductions[rank]: in order of their start.
     """
 
     blocks: list[list[BlockTimes]]
@@ -44,6 +57,7 @@ class Trace:
     receiver: list[tuple[int, int]]
     before: list[int]
     in_flight: list[float] = field(default_factory=list)
+    reductions: list[list[Reduction]] = field(default_factory=list)
 
 
 def run(schedule: Schedule, clock: BlockClock) -> Trace:
@@ -77,8 +91,11 @@ class _Run:
             receiver=[(-1, -1)] * count,
             before=[-1] * count,
             in_flight=[0.0] * schedule.p,
+            reductions=[[] for _ in schedule.actions],
         )
         self.wires = [self.wire(lane) for lane in lanes]
+        self.reduces = any(chunk.reduces for chunk in self.workload.chunks)
+        self.reduced: list[list[tuple[int, int]]] = [[] for _ in schedule.actions]
         self.posts, self.arrives = self.messages()
         self.free = [0.0] * schedule.p
         self.at = [0] * schedule.p
@@ -104,7 +121,10 @@ class _Run:
             arrive: list[int] = []
             posts.append([])
             arrives.append([])
-            for instruction in lower(self.schedule, rank):
+            for instruction in lower(self.schedule, rank, reduce=self.reduces):
+                if isinstance(instruction, Reduce):
+                    self.reduced[rank].append((len(posts[rank]) - 1, instruction.chunk))
+                    continue
                 if isinstance(instruction, Run):
                     posts[rank].append(post)
                     arrives[rank].append(arrive)
@@ -136,7 +156,18 @@ class _Run:
                 f"{self.schedule.name} stops at steps {self.at} of its ranks: a message that a step "
                 "needs is never sent; run fxbraid.schedule.check on it"
             )
+        self.reduce()
         return self.trace
+
+    def reduce(self) -> None:
+        """When the sums over replicas run; every replica takes the same times."""
+        for rank, found in enumerate(self.reduced):
+            free = 0.0
+            for step, chunk in found:
+                done = self.trace.starts[rank][step] + self.trace.blocks[rank][step].length
+                start = max(done, free)
+                free = start + self.workload.chunks[chunk].reduces
+                self.trace.reductions[rank].append(Reduction(chunk, step, start, free))
 
     def advance(self, rank: int) -> None:
         """Run ``rank`` until a message is missing that has not even started."""

@@ -12,14 +12,17 @@ from fxbraid.simulate.block import BlockClock, BlockTimes
 from fxbraid.simulate.engine import UNKNOWN, Trace
 from fxbraid.simulate.workload import Workload
 
+REDUCTION = "gradients over replicas"
+
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Where one rank's step time goes: compute + exposed_tp + exposed_p2p + bubble = step time.
+    """Where one rank's step time goes: compute + exposed_tp + exposed_p2p + exposed_dp + bubble = step time.
 
     exposed_tp: it waits for a collective inside a block. exposed_p2p: it waits for a message that is on its
     way. bubble: it waits for a message that has not been sent, or is done. collective: total time of its
-    collectives, hidden or not. peak: the most bytes that live at once, static ones included.
+    collectives, hidden or not. peak: the most bytes that live at once, static ones included. exposed_dp: all its
+    blocks are done, and the sums of its gradients over replicas are not.
     """
 
     compute: float
@@ -28,6 +31,7 @@ class RankTimes:
     bubble: float
     collective: float
     peak: float
+    exposed_dp: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,11 @@ class Result:
         return self._share("exposed_p2p")
 
     @property
+    def exposed_dp_share(self) -> float:
+        """Mean share of the step time in which a rank is done but for sums of gradients over replicas."""
+        return self._share("exposed_dp")
+
+    @property
     def peak(self) -> tuple[float, ...]:
         """Peak bytes of every rank (chunk activations where the workload is made from constants)."""
         return tuple(rank.peak for rank in self.ranks)
@@ -160,6 +169,15 @@ class Result:
                     others=slot.others,
                     exposed=slot.exposed,
                 )
+            yield from self._reductions(rank, at)
+
+    def _reductions(self, rank: int, at: int) -> Iterator[Box]:
+        """The sums over replicas that step ``at`` launches; exposed is what lies behind the rank's last block."""
+        for one in self.trace.reductions[rank]:
+            if one.step == at:
+                action = next(a for a in parts(self.schedule.actions[rank][at]) if a.chunk == one.chunk)
+                exposed = max(0.0, one.end - max(one.start, _blocks_end(self.trace, rank)))
+                yield Box(rank, "collective", at, action, "W", REDUCTION, one.start, one.end, exposed=exposed)
 
     def messages(self) -> Iterator[MessageBox]:
         """All messages between ranks."""
@@ -197,6 +215,7 @@ class Result:
             "bubble_share": self.bubble_share,
             "exposed_tp_share": self.exposed_tp_share,
             "exposed_p2p_share": self.exposed_p2p_share,
+            **({"exposed_dp_share": self.exposed_dp_share} if any(self.trace.reductions) else {}),
             "peak": max(self.peak),
             "mfu": self.mfu,
         }
@@ -212,25 +231,22 @@ def static_bytes(schedule: Schedule, workload: Workload, rank: int) -> float:
 def summarize(schedule: Schedule, clock: BlockClock, trace: Trace) -> Result:
     """The totals of a trace."""
     workload = clock.workload
-    ends = [
-        starts[-1] + blocks[-1].length if starts else 0.0
-        for starts, blocks in zip(trace.starts, trace.blocks, strict=True)
-    ]
-    step_time = max(ends)
+    step_time = max(_end(trace, rank) for rank in range(schedule.p))
     ranks = []
     for rank in range(schedule.p):
         blocks = trace.blocks[rank]
         compute = sum(block.compute for block in blocks)
         exposed = sum(block.exposed for block in blocks)
-        p2p = trace.in_flight[rank]
+        p2p, dp = trace.in_flight[rank], _end(trace, rank) - _blocks_end(trace, rank)
         ranks.append(
             RankTimes(
                 compute=compute,
                 exposed_tp=exposed,
                 exposed_p2p=p2p,
-                bubble=max(0.0, step_time - compute - exposed - p2p),
+                bubble=max(0.0, step_time - compute - exposed - p2p - dp),
                 collective=_collective(trace, rank),
                 peak=_peak(static_bytes(schedule, workload, rank), blocks),
+                exposed_dp=dp,
             )
         )
     return Result(schedule, workload, clock.braided, step_time, tuple(ranks), trace, clock.ordered_by)
@@ -282,9 +298,9 @@ def _peak(static: float, blocks: Sequence[BlockTimes]) -> float:
 def _critical_path(result: Result) -> list[PathItem]:
     trace, m = result.trace, result.schedule.m
     rank = max(range(result.schedule.p), key=lambda r: _end(trace, r))
-    at = len(trace.starts[rank]) - 1
-    slot = trace.blocks[rank][at].last if at >= 0 else -1
     items: list[PathItem] = []
+    at = _behind_reductions(trace, rank, items)
+    slot = trace.blocks[rank][at].last if at >= 0 else -1
     while at >= 0:
         block, start = trace.blocks[rank][at], trace.starts[rank][at]
         while slot >= 0:
@@ -333,5 +349,23 @@ def _origin(trace: Trace, message: int) -> tuple[int, int, int]:
     return rank, at, -1 if leaves is None else leaves[1]
 
 
+def _behind_reductions(trace: Trace, rank: int, items: list[PathItem]) -> int:
+    """Back along the sums over replicas at the end of ``rank``, to the step behind which the path goes on."""
+    if _end(trace, rank) == _blocks_end(trace, rank):
+        return len(trace.starts[rank]) - 1
+    found = trace.reductions[rank]
+    at = len(found) - 1
+    while True:
+        one = found[at]
+        items.append(PathItem("collective", rank, f"{REDUCTION}, chunk {one.chunk}", one.start, one.end))
+        if at == 0 or found[at - 1].end < one.start:
+            return one.step
+        at -= 1
+
+
 def _end(trace: Trace, rank: int) -> float:
+    return max([_blocks_end(trace, rank), *(one.end for one in trace.reductions[rank])])
+
+
+def _blocks_end(trace: Trace, rank: int) -> float:
     return trace.starts[rank][-1] + trace.blocks[rank][-1].length if trace.starts[rank] else 0.0

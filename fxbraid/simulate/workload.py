@@ -43,7 +43,7 @@ class UnitCost:
 class ChunkCost:
     """The units of one chunk in the order in which they run alone, and the bytes of the boundary behind it
     (``sends_f``: activations to the next chunk) and before it (``sends_i``: gradients to the previous
-    one).
+    one). reduces: seconds of the sum of its gradients over data-parallel replicas, 0 where there is one.
     """
 
     f: tuple[UnitCost, ...]
@@ -51,6 +51,7 @@ class ChunkCost:
     w: tuple[UnitCost, ...]
     sends_f: float = 0.0
     sends_i: float = 0.0
+    reduces: float = 0.0
 
     def of(self, phase: str) -> tuple[UnitCost, ...]:
         """The units of phase "F", "I" or "W"."""
@@ -167,6 +168,7 @@ def _joined(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         w=(*b.w, *behind(a.w, b.i)),
         sends_f=b.sends_f,
         sends_i=a.sends_i,
+        reduces=a.reduces + b.reduces,
     )
 
 

@@ -88,9 +88,9 @@ class Cluster:
     """The emulated machine. The same on every rank.
 
     tp_link, pp_link: without ``tp_size``, collectives take ``tp_link`` and messages ``pp_link``, except that the
-    collectives of a mesh axis named "pp", and all that fxbraid does along it, take ``pp_link``. With ``tp_size``,
-    global ranks r and s share a node if r // tp_size == s // tp_size, and whatever stays in one node takes
-    ``tp_link``, anything else ``pp_link``.
+    collectives of a mesh axis named "pp" or "dp", and all that fxbraid does along it, take ``pp_link``. With
+    ``tp_size``, global ranks r and s share a node if r // tp_size == s // tp_size, and whatever stays in one node
+    takes ``tp_link``, anything else ``pp_link``.
     clock: see ``fxbraid.runtime.emulate``. slowdown: factor (1 or more) on the modelled time of a unit for as long
     as a collective of its rank is in flight; it stands for shared processors and memory. run_ahead_s: how far a
     paced host may lag behind its device clock before the lag becomes device time.
@@ -123,7 +123,8 @@ class Cluster:
         if self.tp_size is not None:
             one_node = len({rank // self.tp_size for rank in ranks}) == 1
             return self.tp_link if one_node else self.pp_link
-        return self.pp_link if message or description in ("pp", "mesh_pp") else self.tp_link
+        between = ("pp", "mesh_pp", "dp", "mesh_dp")
+        return self.pp_link if message or description in between else self.tp_link
 
     def __str__(self) -> str:
         """Always names the clock; put it into every output."""

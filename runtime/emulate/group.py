@@ -162,7 +162,7 @@ class EmulatedGroup(AnyProcessGroup):
 
 
 def name_axis(group: Any, axis: str) -> None:
-    """Say that the members of ``group`` lie along ``axis`` ("pp" or "tp") of the mesh; nothing where nothing is
+    """Say that the members of ``group`` lie along ``axis`` ("dp", "pp" or "tp") of the mesh; nothing where nothing is
     emulated. torch gives an axis over all ranks the default group, and its description does not name the axis."""
     if isinstance(group, EmulatedGroup):
         group.axis = axis
