@@ -468,6 +468,7 @@ class BraidedModel(nn.Module):
     def _prepare(self, given: Mapping[str, Any], *, training: bool) -> tuple[Watch, dict[str, list[Any]]]:
         """The engine for a batch, watched from here on, and its inputs. What speaks against it is raised before any
         collective, and where there are replicas on all of them."""
+        m = self._options.n_microbatches
 
         def prepare() -> tuple[Watch, dict[str, list[Any]]]:
             self._check_unchanged()
@@ -475,13 +476,23 @@ class BraidedModel(nn.Module):
             begun = watch(self._engine_for(batch, training=training))
             return begun, self._inputs(begun.engine, batch)
 
+        if self._mesh.dp_size > 1 and not self._knows(given, training=training):
+            # Shapes first, then their trace: they are new on all replicas or refused on all.
+            self._replicas.together(lambda: batches.split(batches.normal(given), m), given)
         begun, inputs = self._replicas.together(prepare, given)
         lowered = begun.engine.lowered
         if lowered.count is not None and begun.engine.has_last:
             totals = self._replicas.counts(self._count(lowered, lowered.count, inputs))
             for name, total in zip(lowered.counts, totals, strict=True):
-                inputs[name] = [total.to(begun.engine.one.dtype)] * self._options.n_microbatches
+                inputs[name] = [total.to(begun.engine.one.dtype)] * m
         return begun, inputs
+
+    def _knows(self, given: Mapping[str, Any], *, training: bool) -> bool:
+        try:
+            known = batches.signature(batches.normal(given), self._options.n_microbatches)
+        except BraidError:
+            return False
+        return (known, training) in self._engines
 
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         self._masters.refresh()
