@@ -43,7 +43,8 @@ def whole_batches(layout: Layout) -> list[dict[str, Tensor]]:
     found = make_batches(layout.rows, layout.m * layout.dp, mask=layout.mask, steps=layout.steps)
     for batch in found:
         half = batch["labels"].shape[0] // layout.dp
-        batch["labels"][:half, 5:] = -100  # the first replica has far fewer tokens than the others
+        batch["labels"][:half, 6:] = -100  # the first replica has far fewer tokens than the others,
+        batch["labels"][:half, 5] = batch["input_ids"][:half, 5]  # and every micro-batch has some
     return found
 
 
@@ -314,3 +315,24 @@ def takes_a_mesh(layout: Layout, wanted: Any) -> float:
     assert model._mesh.tables == [[[0], [2]], [[1], [3]]]
     model.step(**own(whole_batches(replace(layout, steps=1))[0], model._mesh.dp_rank, layout.dp))
     return compare(model, layout, wanted[0][1])
+
+
+def emulated() -> dict[str, tuple[float, float]]:
+    """In a rank of 4: (seconds of a step on an emulated cluster, what was predicted) by schedule."""
+    from fxbraid.runtime import emulate
+
+    torch.set_num_threads(1)
+    link = emulate.Link(0.0, 1e6)
+    cluster = emulate.Cluster(tp_link=link, pp_link=link, clock="virtual")
+    found = {}
+    with emulate.process_group(cluster, timeout_s=60):
+        emulate.unit_times(lambda unit: 1e-2)
+        for name in ("1f1b", "zbv", "stp"):
+            layout = Layout(tp=1, pp=2, m=4, schedule=name, rows=1, steps=1, tied=False)
+            model = build(layout)
+            batch = own(whole_batches(layout)[0], model._mesh.dp_rank, layout.dp)
+            model.step(**batch)
+            predicted = model.simulate(model.profile())
+            found[name] = (model.last_step.seconds, predicted.step_time)
+            assert predicted.exposed_dp_share > 0
+    return found

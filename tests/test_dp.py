@@ -21,7 +21,7 @@ from fxbraid.schedule.lower import Reduce, Run, lower
 from fxbraid.simulate import simulate
 from fxbraid.simulate.inputs import constant_workload
 
-from .replicas import Found, Layout, merge, run_checks, run_layouts
+from .replicas import Found, Layout, emulated, merge, run_checks, run_layouts
 
 NAMES = (
     "gpipe",
@@ -112,6 +112,15 @@ def test_more_replicas_and_all_axes(tp: int, pp: int, dp: int, nproc: int) -> No
     assert found[1].bits == found[2].bits
     untied = [{k: v for k, v in one.bits.items() if "embed" not in k} for one in found[:2]]
     assert untied[0] == untied[1]
+
+
+@pytest.mark.slow
+def test_an_emulated_step_takes_what_the_simulator_says() -> None:
+    for found in launch(emulated, (), nproc=4, timeout_s=400):
+        for name, (measured, predicted) in found.items():
+            assert measured == pytest.approx(predicted, rel=1e-3), (
+                name
+            )  # padding of buckets, counts, the loss
 
 
 # -- without processes

@@ -2,7 +2,8 @@
 linear.
 
 A step is the pipeline (simulated), the reduction of gradients over the data-parallel group, and the
-optimizer. The two last are counted as exposed in full: nothing in fxbraid hides them yet.
+optimizer. The two last are counted as exposed in full: a run hides what it can of the first behind its cool-down, which
+``simulate`` knows of a traced model (``ChunkCost.reduces``) and the plan leaves out.
 """
 
 from __future__ import annotations
