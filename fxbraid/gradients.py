@@ -272,7 +272,7 @@ def _reducer(
         readers.setdefault(canonical[name], set()).update(layers)
     return Reducer(
         slots,
-        {name: min(layers) for name, layers in read_in.items()},
+        {name: min(layers) for name, layers in read_in.items() if layers},
         group,
         apart={name for name in read_in if len(readers[canonical[name]]) > 1},
         bucket_mb=bucket_mb,
