@@ -122,8 +122,8 @@ class BraidedModel(nn.Module):
         #: what came of the checkpoint that the weights were read from, if there was one
         self.loaded: Loaded = source.loaded()
         self._replicas = Replicas(mesh)
-        self._replicas.compare(self._state)
         parameters = dict(self.named_parameters(remove_duplicate=False))
+        self._replicas.compare({**self._state, **parameters})
         self._gradients = Gradients(
             lowered,
             self._uses,

@@ -147,9 +147,9 @@ def chunk_cost(
 
 
 def gradient_bytes(chunk: ChunkUnits) -> int:
-    """Bytes of the gradients of a chunk's parameters on one rank."""
+    """Bytes of the gradients of a chunk's parameters on one rank, which add up in float32 or wider by default."""
     sizes = {
-        name: nbytes(out.meta["val"])
+        name: out.meta["val"].numel() * max(4, out.meta["val"].dtype.itemsize)
         for unit in chunk.units[Phase.W]
         for out, name in zip(unit.outs, unit.grads, strict=True)
         if name is not None
