@@ -278,6 +278,11 @@ class BraidedModel(nn.Module):
         return self._schedule
 
     @property
+    def mesh(self) -> Mesh:
+        """This process's place among the ranks, and its groups."""
+        return self._mesh
+
+    @property
     def plan(self) -> Plan:
         """Tensor-parallel styles and shards, and the partition into chunks."""
         return self._plan

@@ -28,7 +28,8 @@ STEPS = 2
 
 
 def braid(model: nn.Module, **options: Any) -> BraidedModel:
-    return fxbraid.braid(model.train(), batch(ROWS), **{"n_microbatches": 4, "compile": False, **options})
+    rows = ROWS // options.get("dp_size", 1)
+    return fxbraid.braid(model.train(), batch(rows), **{"n_microbatches": 4, "compile": False, **options})
 
 
 def optimizer_of(model: BraidedModel, lr: float = 3e-3) -> torch.optim.Optimizer:
@@ -36,14 +37,14 @@ def optimizer_of(model: BraidedModel, lr: float = 3e-3) -> torch.optim.Optimizer
     named = list(model.named_parameters())
     decay = [p for _, p in named if p.dim() > 1]
     rest = [p for _, p in named if p.dim() <= 1]
-    return torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=lr, eps=1e-5
-    )
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return fxbraid.zero_optimizer(model, torch.optim.AdamW, groups, lr=lr, eps=1e-5)
 
 
 def train(model: BraidedModel, optimizer: torch.optim.Optimizer, step: int, scheduler: Any = None) -> float:
     """One step on the batch of ``step``; its loss."""
-    loss = model.step(**batch(ROWS, seed=step))
+    replicas, here = model.mesh.dp_size, model.mesh.dp_rank
+    loss = model.step(**{name: rows.chunk(replicas)[here] for name, rows in batch(ROWS, seed=step).items()})
     model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -79,6 +80,17 @@ def save_in_ranks(place: Path, name: str, layouts: list[dict[str, Any]]) -> dict
         model.save_pretrained(place / "hf", max_shard_size="30KB")
         damaged = damage_in_ranks(place, model)
         losses = [resume(place, model), *(resume(place, elsewhere(name, layout)) for layout in layouts)]
+        if (
+            "dp_size" in layouts[-1]
+        ):  # its optimizer's state lies once over the replicas: saved from there, too
+            replicated = elsewhere(name, layouts[-1])
+            own = optimizer_of(replicated)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(own, 10)
+            for step in range(STEPS):
+                train(replicated, own, step, schedule)
+            with Checkpointer(place / "dp", timeout_s=60) as saving:
+                saving.save(STEPS, replicated, own, schedule, data={"at": STEPS})
+            losses += [resume(place / "dp", model), resume(place / "dp", replicated)]
         return {"losses": [wanted, *losses], "damaged": damaged}
 
 

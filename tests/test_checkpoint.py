@@ -87,8 +87,8 @@ def odd() -> nn.Module:
 
 
 def test_everything_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written when training has gone on. The next steps are those of the run that went on, to the bit, and so are random
-    numbers and the data."""
+    """Written when training has gone on. The next steps are those of the run that went on, to the bit, and so are
+    random numbers and the data."""
     model = braid(odd())
     with torch.no_grad():
         for value in model.state_dict().values():

@@ -26,6 +26,7 @@ from tests.checkpointed import (
 )
 from tests.tiny import batch, qwen2
 
+DP = {"dp_size": 2, "tp_size": 1, "pp_size": 2, "n_microbatches": 2}
 FOUR: list[dict[str, Any]] = [
     {"tp_size": 4, "pp_size": 1, "n_microbatches": 2},
     {"tp_size": 1, "pp_size": 4, "schedule": "1f1b", "n_microbatches": 8},
@@ -53,9 +54,11 @@ class Run:
 
 #: which model, and on which of these it is resumed
 RUNS = [
-    pytest.param(("phi3", FOUR[:1]), id="phi3"),
-    pytest.param(("phi3", FOUR), id="phi3 everywhere", marks=pytest.mark.slow),
-    pytest.param(("qwen2", FOUR), id="qwen2 everywhere", marks=pytest.mark.slow),
+    pytest.param(("phi3", [FOUR[0], DP]), id="phi3"),
+    pytest.param(("phi3", [*FOUR, DP]), id="phi3 everywhere", marks=pytest.mark.slow),
+    pytest.param(
+        ("qwen2", [*FOUR, {**DP, "tp_size": 2, "pp_size": 1}]), id="qwen2 everywhere", marks=pytest.mark.slow
+    ),
 ]
 
 

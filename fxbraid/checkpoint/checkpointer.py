@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..model import BraidedModel
 from ..passes.errors import BraidError
+from ..zero import inner
 from . import folder as folders
 from . import optimizer as optimizers
 from . import ranks, rng, storage
@@ -260,7 +261,10 @@ def _collect(
     values: dict[str, Any] = {"rng": encode(rng.capture(mesh.device), "the random numbers' state")}
     everything: list[Held] = list(tensors.values())
     if optimizer is not None:
-        taken = optimizers.take(optimizer, names_of(model), tensors, _place(model))
+        own = inner(optimizer)
+        _follow(own, optimizer)
+        places = tensors if own is optimizer else held(model, alone=True)
+        taken = optimizers.take(own, names_of(model), places, _place(model))
         values["optimizer"] = taken.values
         everything += taken.tensors
     if scheduler is not None:
@@ -270,6 +274,14 @@ def _collect(
         values["data"] = [replicas(mesh)[1], encode(_state_of(data, "data"), "data")]
     values["extra"] = encode(extra, "extra")
     return storage.stage(everything), values
+
+
+def _follow(one: Optimizer, other: Optimizer) -> None:
+    """Give the groups of ``one`` the options of ``other`` (a scheduler writes those of the outer optimizer, and the one
+    that holds a replica's share hears of it with the next step)."""
+    if one is not other:
+        for group, options in zip(one.param_groups, other.param_groups, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
 
 
 @dataclass(slots=True)
@@ -286,7 +298,9 @@ class _Prepared:
         self, model: BraidedModel, optimizer: Optimizer | None, scheduler: Any, data: Any, *, random: bool
     ) -> None:
         if optimizer is not None and self.optimizer is not None:
-            optimizers.put(optimizer, self.optimizer, self.names)
+            own = inner(optimizer)
+            optimizers.put(own, self.optimizer, self.names)
+            _follow(optimizer, own)
         if scheduler is not None:
             scheduler.load_state_dict(decode(self.state["scheduler"]["state"]))
         if hasattr(data, "load_state_dict"):
@@ -328,7 +342,7 @@ def _prepare(
     wanted = None
     if optimizer is not None:
         wanted = optimizers.prepare(
-            optimizer, state["optimizer"], saved.tensors, names, tensors, _place(model)
+            inner(optimizer), state["optimizer"], saved.tensors, names, tensors, _place(model)
         )
     if scheduler is not None and state["scheduler"]["kind"] != type(scheduler).__name__:
         raise BraidError(

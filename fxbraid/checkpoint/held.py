@@ -73,11 +73,12 @@ def whole(name: str, tensor: Tensor, *, writes: bool) -> Held:
 
 def replicas(mesh: Mesh) -> tuple[int, int]:
     """(ranks that hold this rank's whole model part, this one's place among them): the data-parallel axis."""
-    return 1, 0
+    return mesh.dp_size, mesh.dp_rank
 
 
-def held(model: BraidedModel) -> dict[str, Held]:
-    """What this rank holds of every parameter (under its first name) and every saved buffer. Local."""
+def held(model: BraidedModel, *, alone: bool = False) -> dict[str, Held]:
+    """What this rank holds of every parameter (under its first name) and every saved buffer. Local. ``alone``: of what
+    no other replica has, so that none writes in its place."""
     mesh, shards = model._mesh, model.plan.tp.params
     place = model.schedule.placement
     skeleton = structure(model)
@@ -88,7 +89,7 @@ def held(model: BraidedModel) -> dict[str, Held]:
     }
     # A tied parameter is on several pipeline ranks; the first of them writes it.
     mine = {name: shards[name] for name, ranks in readers.items() if ranks[0] == mesh.pp_rank}
-    copies, copy = replicas(mesh)
+    copies, copy = (1, 0) if alone else replicas(mesh)
     writers = _writers(mine, mesh.tp_size, copies)
     found: dict[str, Held] = {}
     for name, names in known.items():
