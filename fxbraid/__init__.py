@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
     from .model import BraidedModel
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
+    from .runlog import RunLog
     from .runtime.profile import Profile
     from .zero import load_optimizer_state, optimizer_state, zero_optimizer
 
@@ -28,6 +29,7 @@ __all__ = [
     "PartitionError",
     "PlanError",
     "Profile",
+    "RunLog",
     "UnsupportedError",
     "braid",
     "from_pretrained",
@@ -43,6 +45,7 @@ _HOME = {
     "BraidedModel": "model",
     "Checkpointer": "checkpoint.checkpointer",
     **dict.fromkeys(("load_optimizer_state", "optimizer_state", "zero_optimizer"), "zero"),
+    "RunLog": "runlog",
     **dict.fromkeys(
         ("BraidError", "CaptureError", "PartitionError", "PlanError", "UnsupportedError"), "passes.errors"
     ),

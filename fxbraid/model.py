@@ -283,6 +283,18 @@ class BraidedModel(nn.Module):
         return self._mesh
 
     @property
+    def lowered(self) -> Lowered:
+        """The traced model of the last step: chunks, units, shards."""
+        return self._last.lowered
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type of the matrix products: autocast's, or the largest parameter's."""
+        if self._options.autocast is not None:
+            return self._options.autocast
+        return max((v for v in self._state.values() if v.is_floating_point()), key=Tensor.numel).dtype
+
+    @property
     def plan(self) -> Plan:
         """Tensor-parallel styles and shards, and the partition into chunks."""
         return self._plan

@@ -43,6 +43,20 @@ def flops(node: fx.Node) -> int:
         return 0
 
 
+def training_flops(graph: fx.Graph) -> int:
+    """Floating-point operations of forward and backward of ``graph``, a forward: thrice each matrix product, twice where
+    the weight is frozen."""
+    return sum(flops(node) * (2 if _frozen(node) else 3) for node in graph.nodes)
+
+
+def _frozen(node: fx.Node) -> bool:
+    """A product with a parameter that is not trained, so that W has none for it."""
+    return any(
+        n.op == "get_attr" and n.meta.get("is_parameter") and not n.meta["val"].requires_grad
+        for n in node.all_input_nodes
+    )
+
+
 def reduce_bytes(node: fx.Node) -> int:
     """Bytes of the all-reduce that moves as much as the collective that mark ``node`` becomes.
 
