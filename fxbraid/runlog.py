@@ -38,8 +38,8 @@ class RunLog:
 
     Args:
         model: what :func:`fxbraid.braid` made.
-        path: a file of JSON lines, which is appended to: a resumed run goes on in it. A line has ``step``, what the call
-            was given, ``seconds`` (since the line before, so data and optimizer are in it), ``step_seconds`` (of
+        path: a file of JSON lines, which is appended to: a resumed run goes on in it. A line has ``step``, what the
+            call was given, ``seconds`` (since the line before, so data and optimizer are in it), ``step_seconds`` (of
             ``model.step`` alone), ``tokens_per_s`` (over ``seconds``), ``mfu``, ``hidden_share``, ``exposed_share``,
             ``bubble_share``, ``skipped_steps`` and ``label`` (which clock; null is what is not known).
         total: steps of the run, for the progress bar.
@@ -48,8 +48,8 @@ class RunLog:
             the GPU is one that ``fxbraid plan`` knows. Without it there is no MFU.
         console: default: the standard output. On a terminal there is a progress bar, else one line per step.
 
-    MFU is the model's own FLOPs (three times the forward's matrix products, twice where a weight is frozen; nothing that
-    is recomputed) over ``step_seconds`` and the peak of all devices (Chowdhery et al. 2022, appendix B).
+    MFU is the model's own FLOPs (three times the forward's matrix products, twice where a weight is frozen; nothing
+    that is recomputed) over ``step_seconds`` and the peak of all devices (Chowdhery et al. 2022, appendix B).
 
     Raises :class:`BraidError` where the file can't be written, on the first rank alone.
     """

@@ -44,8 +44,8 @@ def flops(node: fx.Node) -> int:
 
 
 def training_flops(graph: fx.Graph) -> int:
-    """Floating-point operations of forward and backward of ``graph``, a forward: thrice each matrix product, twice where
-    the weight is frozen."""
+    """Floating-point operations of forward and backward of ``graph``, a forward: thrice each matrix product, twice
+    where the weight is frozen."""
     return sum(flops(node) * (2 if _frozen(node) else 3) for node in graph.nodes)
 
 
