@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from .runlog import RunLog
     from .runtime.profile import Profile
     from .zero import load_optimizer_state, optimizer_state, zero_optimizer
+    from .trainer import BraidTrainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BraidError",
+    "BraidTrainer",
     "BraidedModel",
     "CaptureError",
     "Checkpointer",
@@ -45,6 +47,7 @@ _HOME = {
     "BraidedModel": "model",
     "Checkpointer": "checkpoint.checkpointer",
     **dict.fromkeys(("load_optimizer_state", "optimizer_state", "zero_optimizer"), "zero"),
+    "BraidTrainer": "trainer",
     "RunLog": "runlog",
     **dict.fromkeys(
         ("BraidError", "CaptureError", "PartitionError", "PlanError", "UnsupportedError"), "passes.errors"

@@ -278,6 +278,16 @@ class BraidedModel(nn.Module):
         return self._schedule
 
     @property
+    def source(self) -> nn.Module:
+        """The structure of the user's model, on the meta device."""
+        return cast(nn.Module, self.__dict__["_source"])
+
+    @property
+    def stepped(self) -> bool:
+        """Was there a step, so that there is a :attr:`last_step`?"""
+        return self._observed is not None
+
+    @property
     def mesh(self) -> Mesh:
         """This process's place among the ranks, and its groups."""
         return self._mesh
