@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
     from .runlog import RunLog
     from .runtime.profile import Profile
-    from .zero import load_optimizer_state, optimizer_state, zero_optimizer
     from .trainer import BraidTrainer
+    from .zero import load_optimizer_state, optimizer_state, zero_optimizer
 
 __version__ = "0.1.0"
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import get_parameter_names
@@ -68,7 +69,9 @@ class BraidTrainer(Trainer):
             "accepts_loss_kwargs",
             any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()),
         )
-        self._loss_shifts_labels = LOSS_MAPPING.get(getattr(source, "loss_type", None)) is ForCausalLMLoss
+        self._loss_shifts_labels = (
+            LOSS_MAPPING.get(str(getattr(source, "loss_type", None))) is ForCausalLMLoss
+        )
         self._own_accelerator()
         if args.gradient_accumulation_steps > 1 and not self.model_accepts_loss_kwargs:
             raise BraidError(
@@ -109,7 +112,7 @@ class BraidTrainer(Trainer):
         accelerator.prepare_model = keep
         accelerator.prepare_data_loader = prepare
         accelerator.clip_grad_norm_ = clip
-        accelerator.gather_for_metrics = lambda value, *_, **__: value
+        accelerator.gather_for_metrics = self._without_repeats
         self.gather_function = accelerator.gather_for_metrics
 
     # -- data
@@ -117,7 +120,9 @@ class BraidTrainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             names = list(inspect.signature(self._braided.source.forward).parameters)
-            self._signature_columns = list(dict.fromkeys([*names, "label", "label_ids", *self.label_names]))
+            self._signature_columns: Any = list(
+                dict.fromkeys([*names, "label", "label_ids", *self.label_names])
+            )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Rows of all replicas of an optimizer step."""
@@ -154,8 +159,8 @@ class BraidTrainer(Trainer):
         """Forward and backward of all micro-batches of ``inputs``; returns the loss, 0-d, the same on every rank: its
         share of the mean over all batches that one optimizer step adds up."""
         self._braided.train()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
+        if callable(switch := getattr(self.optimizer, "train", None)):  # schedule-free optimizers have modes
+            switch()
         inputs, _ = self._filled(self._prepare_inputs(inputs), training=True)
         if num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": torch.as_tensor(num_items_in_batch)}
@@ -173,6 +178,8 @@ class BraidTrainer(Trainer):
         with torch.no_grad():
             outputs = self._braided(**inputs)
         loss = outputs.get("loss")
+        if loss is not None:  # the Trainer weighs it by rows, of which it knows those of one replica
+            loss = loss.repeat(self._braided.mesh.dp_size)
         if prediction_loss_only:
             return loss, None, None
         ignored = {
@@ -205,6 +212,13 @@ class BraidTrainer(Trainer):
             found[name] = value
         return found
 
+    def _without_repeats(self, value: Any, *_: Any, **__: Any) -> Any:
+        """Every rank has all rows; those that filled up the last batch go."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return value
+        return pytree.tree_map_only(Tensor, lambda one: one[: state.remainder], value)
+
     def _replicas(self, value: Tensor) -> Tensor:
         mesh = self._braided.mesh
         if mesh.dp_group is None:
@@ -236,7 +250,7 @@ class BraidTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Plain Hugging Face files, and the tokenizer's. Collective: every rank calls it."""
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(str(output_dir or self.args.output_dir))
         self._braided.save_pretrained(folder)
         if self.args.should_save and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
