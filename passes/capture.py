@@ -5,7 +5,8 @@ Contract: (traceable copy of the model, one micro-batch of fake inputs) -> :clas
 * a ``placeholder`` per tensor input of the user, named like the keyword,
 * a ``get_attr`` per parameter and buffer, its target the Hugging Face name,
 * torch operators with their ``nn_module_stack``, without export's runtime assertions,
-* an ``output``: one tuple, whose names are in ``outputs``::
+* an ``output``: one tuple, whose names are in ``outputs``,
+* every call as the model made it; :func:`merge` computes equal ones once::
 
       def forward(self, input_ids, labels):
           embedding = aten.embedding(self.model.embed_tokens.weight, input_ids)
@@ -22,7 +23,7 @@ import operator
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -197,10 +198,15 @@ def _canonicalise(exported: Any, module: nn.Module, call: Mapping[str, Any]) -> 
     leaves = _copy_body(exported.graph_module, graph, env)
     graph.output(tuple(leaf for leaf in leaves if leaf is not None))
     names = _output_names(exported)
-    # One tp_copy for the linears that share an input (q, k, v), one table for the layers that share it.
-    graph = fx_graph_cse(graph)
-    graph.eliminate_dead_code()
     return Captured(fx.GraphModule(used, graph), tuple(inputs), names, exported.constants)
+
+
+def merge(captured: Captured) -> Captured:
+    """The same function, each value computed once: one tp_copy for the linears that share an input (q, k, v), one table
+    for the layers that share it."""
+    graph = fx_graph_cse(captured.graph_module.graph)
+    graph.eliminate_dead_code()
+    return replace(captured, graph_module=fx.GraphModule(captured.graph_module, graph))
 
 
 #: A node of the copy, or the results of a region that was copied in place of its call.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -53,11 +53,13 @@ _PAIRING = {
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """``patterns`` for ``tp_plan``; ``left``: what stays whole and why. ``attention``: the patterns that cut heads."""
+    """``patterns`` for ``tp_plan``; ``left``: what stays whole and why. ``attention``: the patterns that cut heads;
+    ``groups``: patterns that are cut together or not at all."""
 
     patterns: Mapping[str, str]
     left: tuple[str, ...] = field(default=())
     attention: frozenset[str] = frozenset()
+    groups: tuple[frozenset[str], ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -67,7 +69,29 @@ class Inferred:
     def without_attention(self, why: str) -> Inferred:
         """The same for all but attention."""
         rest = {name: style for name, style in self.patterns.items() if name not in self.attention}
-        return Inferred(rest, (*self.left, f"attention stays whole: {why}"))
+        return replace(self, patterns=rest, left=(*self.left, f"attention stays whole: {why}"))
+
+    def without(self, parameters: Mapping[str, str]) -> Inferred:
+        """The same without what is cut together with ``parameters``, by name, each with why."""
+        reasons = {
+            pattern: why
+            for name, why in parameters.items()
+            for pattern in (_pattern(name), _pattern(name.rpartition(".")[0]))
+            if pattern in self.patterns
+        }
+        changed = True
+        while changed:
+            changed = False
+            for group in self.groups:
+                why = next((reasons[p] for p in sorted(group & reasons.keys())), None)
+                if why is not None and not group <= reasons.keys():
+                    reasons |= {p: why for p in group - reasons.keys()}
+                    changed = True
+        rest = {pattern: style for pattern, style in self.patterns.items() if pattern not in reasons}
+        gone = [p for p in self.patterns if p in reasons]
+        by_reason = {why: [p for p in gone if reasons[p] == why] for why in dict.fromkeys(reasons[p] for p in gone)}
+        left = [f"{', '.join(names)} stays whole: {why}" for why, names in by_reason.items()]
+        return replace(self, patterns=rest, left=(*self.left, *left))
 
 
 def infer_plan(graph: fx.Graph) -> Inferred:
@@ -76,6 +100,7 @@ def infer_plan(graph: fx.Graph) -> Inferred:
     votes: dict[str, set[str]] = {}
     left: dict[str, str] = {}
     heads: set[str] = set()
+    groups: list[frozenset[str]] = []
     for node, name in linears.items():
         found = _sources(node, linears)
         pattern = _pattern(name)
@@ -85,6 +110,7 @@ def infer_plan(graph: fx.Graph) -> Inferred:
         sources, attention, scalars = found
         if attention:
             heads |= {pattern, *(_pattern(linears[s]) for s in sources), *map(_pattern, scalars)}
+        groups.append(frozenset({pattern, *(_pattern(linears[s]) for s in sources), *map(_pattern, scalars)}))
         for parameter in scalars:
             votes.setdefault(_pattern(parameter), set()).add("colwise")
         fused = attention and len(sources) == 1 and _is_split(next(iter(sources)))
@@ -94,7 +120,7 @@ def infer_plan(graph: fx.Graph) -> Inferred:
             votes.setdefault(_pattern(linears[source]), set()).add(style)
     patterns = {pattern: next(iter(styles)) for pattern, styles in votes.items() if len(styles) == 1}
     kept = tuple(f"{p} stays whole: {why}" for p, why in left.items() if p not in patterns and "*" in p)
-    return Inferred(patterns, kept, frozenset(heads))
+    return Inferred(patterns, kept, frozenset(heads), tuple(dict.fromkeys(groups)))
 
 
 def _module_of(node: fx.Node) -> str | None:

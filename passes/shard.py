@@ -58,19 +58,23 @@ def shard(
     fake_mode: FakeTensorMode,
     device: torch.device,
     packed: Mapping[str, int] | None = None,
+    whole: bool = False,
 ) -> Sharded:
     """See the module's docstring. ``packed``: into how many equal sections to cut a parameter of which the plan does
-    not say it. Raises :class:`PlanError` with the module, the sizes and the way out."""
+    not say it. ``whole``: the same marks around parameters of full shape, to compare a trace with (pass ``follow``).
+    Raises :class:`PlanError` with the module, the sizes and the way out."""
     draft = _draft(model, tp_size=tp_size, tp_plan=tp_plan)
     draft.packed = dict(packed or {})
     plan = draft.finish(model)
-    local = _local_copy(model, plan, fake_mode, device)
+    local = _local_copy(model, plan, fake_mode, device, whole=whole)
+    ranks = 1 if whole else tp_size
     for name, heads in draft.blocks.local.items():
-        set_local(local.get_submodule(name), heads)
+        if not whole:
+            set_local(local.get_submodule(name), heads)
     for name in draft.blocks.norms:
-        cut_mean(local.get_submodule(name), tp_size)
+        cut_mean(local.get_submodule(name), ranks)
     for name, style in draft.modules.items():
-        known.apply(local.get_submodule(name), style, tp_size=tp_size, rank=lambda: local.get_buffer(TP_RANK))
+        known.apply(local.get_submodule(name), style, tp_size=ranks, rank=lambda: local.get_buffer(TP_RANK))
     _traceable_experts(local)
     return Sharded(module=local, plan=plan, canonical=canonical_names(model))
 
@@ -328,12 +332,15 @@ def _adapters(model: nn.Module, draft: _Draft) -> None:
 # -- the traceable copy ------------------------------------------------------------------------------------------
 
 
-def _local_copy(model: nn.Module, plan: TpPlan, fake_mode: FakeTensorMode, device: torch.device) -> nn.Module:
+def _local_copy(
+    model: nn.Module, plan: TpPlan, fake_mode: FakeTensorMode, device: torch.device, *, whole: bool
+) -> nn.Module:
     """Copy the module tree with every parameter and buffer replaced by a fake one; no storage is copied."""
     memo: dict[int, Any] = {}
     with fake_mode:
         for name, parameter in model.named_parameters():
-            local = torch.empty(plan.params[name].local_shape, dtype=parameter.dtype, device=device)
+            shape = parameter.shape if whole else plan.params[name].local_shape
+            local = torch.empty(shape, dtype=parameter.dtype, device=device)
             memo[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         for _, buffer in model.named_buffers():
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

@@ -17,8 +17,10 @@ from torch import nn
 
 from .. import compat
 from .apart import taken_apart
-from .capture import Captured, capture
+from .capture import Captured, capture, merge
+from .cuts import Finding
 from .errors import BraidError, CaptureError, PlanError
+from .follow import follow
 from .infer import Inferred, infer_plan
 from .shard import Sharded, has_plan, shard
 
@@ -35,8 +37,9 @@ class _Tracer:
     fake_mode: compat.FakeTensorMode
     device: torch.device
 
-    def once(self, tp_size: int, plan: Plan, packed: Mapping[str, int]) -> Traced:
-        """Shard and capture; ``packed``: into how many equal sections to cut a parameter."""
+    def once(self, tp_size: int, plan: Plan, packed: Mapping[str, int], *, whole: bool = False) -> Traced:
+        """Shard and capture; ``packed``: into how many equal sections to cut a parameter. ``whole``: with the marks of
+        the plan, but on full shapes."""
         sharded = shard(
             self.model,
             tp_size=tp_size,
@@ -44,6 +47,7 @@ class _Tracer:
             fake_mode=self.fake_mode,
             device=self.device,
             packed=packed,
+            whole=whole,
         )
         return sharded, capture(sharded.module, self.inputs, fake_mode=self.fake_mode)
 
@@ -63,18 +67,21 @@ def trace(
     fake_mode: compat.FakeTensorMode,
     device: torch.device,
 ) -> Traced:
-    """See the module's docstring. ``inputs``: keyword arguments, tensors as fake ones."""
+    """See the module's docstring. ``inputs``: keyword arguments, tensors as fake ones. Raises :class:`PlanError` for a
+    plan with which the ranks would compute something else than the model."""
     tracer = _Tracer(model, inputs, fake_mode, device)
     if tp_size == 1:
-        return tracer.once(1, tp_plan, {})
-    if tp_plan != "auto" or has_plan(model):
-        return _planned(tracer, tp_size, tp_plan)
-    return _inferred(tracer, tp_size)
+        sharded, captured = tracer.once(1, tp_plan, {})
+    elif tp_plan != "auto" or has_plan(model):
+        sharded, captured = _planned(tracer, tp_size, tp_plan)
+    else:
+        sharded, captured = _inferred(tracer, tp_size)
+    return sharded, merge(captured)
 
 
 def _planned(tracer: _Tracer, tp_size: int, plan: Plan) -> Traced:
     try:
-        return _in_sections(tracer, tp_size, plan)
+        sharded, captured = _in_sections(tracer, tp_size, plan)
     except CaptureError as error:
         if not tracer.traces_whole():
             raise
@@ -83,6 +90,38 @@ def _planned(tracer: _Tracer, tp_size: int, plan: Plan) -> Traced:
             f"but not on the local shapes of tp_size={tp_size}: {error}; correct it with tp_plan={{...}}, or use "
             "tp_size=1"
         ) from error
+    if isinstance(plan, str):
+        # Its authors say that it is right: only what can't be is refused.
+        graph = captured.graph_module.graph
+        findings = [f for f in follow(graph, sharded.plan, sharded.canonical) if f.definite]
+    else:
+        findings = _compared(tracer, plan, sharded, captured)
+    if findings:
+        raise PlanError(_sentence(findings))
+    return sharded, captured
+
+
+def _compared(tracer: _Tracer, plan: Plan, sharded: Sharded, captured: Captured) -> list[Finding]:
+    """What the ranks would compute otherwise than the model on full shapes, with the same marks."""
+    _, full = tracer.once(sharded.plan.tp_size, plan, {}, whole=True)
+    return follow(
+        captured.graph_module.graph,
+        sharded.plan,
+        sharded.canonical,
+        full=full.graph_module.graph,
+        held=(captured.constants, full.constants),
+    )
+
+
+def _sentence(findings: list[Finding]) -> str:
+    first = findings[0]
+    more = f" (and {len(findings) - 1} more like it)" if len(findings) > 1 else ""
+    trust = "would compute something else than the model" if first.definite else "can't be shown to compute what the model does"
+    return (
+        f"with this tensor-parallel plan the ranks {trust}: {first.text}{more}. Leave the modules in front of it and behind "
+        "it out of tp_plan; or give those in front the style 'colwise_gather_output' and those behind "
+        "'rowwise_split_input', so that what lies between is computed whole"
+    )
 
 
 def _in_sections(tracer: _Tracer, tp_size: int, plan: Plan) -> Traced:
@@ -126,7 +165,7 @@ def _noted(sharded: Sharded, notes: list[str]) -> Sharded:
 def _inferred(tracer: _Tracer, tp_size: int) -> Traced:
     """With the plan that follows from the graph; where that fails for what lies in attention, without attention."""
     name = type(tracer.model).__name__
-    found = infer_plan(tracer.once(1, {}, {})[1].graph_module.graph)
+    found = infer_plan(merge(tracer.once(1, {}, {})[1]).graph_module.graph)
     if not found.patterns:
         raise PlanError(
             f"{name} has no tensor-parallel plan (model._tp_plan), and none follows from its graph "
@@ -145,8 +184,16 @@ def _inferred(tracer: _Tracer, tp_size: int) -> Traced:
 
 
 def _with(tracer: _Tracer, tp_size: int, found: Inferred) -> Traced:
-    sharded, captured = _in_sections(tracer, tp_size, found.patterns)
-    return _noted(sharded, [*found.notes, *found.left]), captured
+    """Without the linears between which the ranks would compute something else."""
+    while True:
+        sharded, captured = _in_sections(tracer, tp_size, found.patterns)
+        findings = _compared(tracer, found.patterns, sharded, captured)
+        if not findings:
+            return _noted(sharded, [*found.notes, *found.left]), captured
+        rest = found.without({f.owner: f.text for f in reversed(findings)})
+        if not rest.patterns or rest.patterns == found.patterns:
+            raise PlanError(_sentence(findings))
+        found = rest
 
 
 def _does_not_run(name: str, found: Inferred, error: BraidError) -> PlanError:

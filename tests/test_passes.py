@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxbraid.compat import FakeTensorMode
-from fxbraid.passes.capture import capture, fake_inputs
+from fxbraid.passes.capture import capture, fake_inputs, merge
 from fxbraid.passes.errors import CaptureError, PartitionError, PlanError, UnsupportedError
 from fxbraid.passes.loss import normalise_loss
 from fxbraid.passes.marks import TP_COPY, TP_REDUCE
@@ -26,7 +26,7 @@ def captured(model: nn.Module, micro: dict[str, Any] | None = None, *, tp_size: 
     mode = FakeTensorMode()
     local = shard(model, tp_size=tp_size, fake_mode=mode, device=CPU)
     given = fake_inputs(micro or batch(2), fake_mode=mode, device=CPU)
-    return capture(local.module, given, fake_mode=mode)
+    return merge(capture(local.module, given, fake_mode=mode))
 
 
 class TestShard:
