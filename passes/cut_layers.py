@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from .cut_sums import Operand, aligned, combine, is_zero
-from .cuts import WHOLE, Broken, Call, Laid, Odd, Partial, Placed, State, lengths, shape_of
+from .cuts import WHOLE, Broken, Call, Laid, Partial, Placed, State, lengths, shape_of
 from .layout import Section
 
 # -- attention ---------------------------------------------------------------------------------------------------
@@ -26,14 +26,19 @@ def attention(call: Call) -> State:
         own: list[Hashable] = batch[len(batch) - (len(shape_of(node)) - 2) :]
         return [*own[:-1], "kv" if hide else own[-1], *tail] if own else list(tail)
 
-    operands: list[Operand] = [(q, labels(q, "s", "d")), (mask, labels(mask, "s", "t") if mask is not None else [])]
+    operands: list[Operand] = [
+        (q, labels(q, "s", "d")),
+        (mask, labels(mask, "s", "t") if mask is not None else []),
+    ]
     mixes: set[Hashable] = {"s", "t", "d"}
     if shared:
         # Their heads fit those of the queries, rank by rank: only the rest is left to compare.
         for node, tail in ((k, ("t", "d")), (v, ("t", "e"))):
             laid = call.laid(node)
             if laid.dim not in (None, len(shape_of(node)) - 3) or laid.even:
-                raise Broken("reads keys or values whose heads are whole and something else is cut", laid.owner)
+                raise Broken(
+                    "reads keys or values whose heads are whole and something else is cut", laid.owner
+                )
             if laid.dim is None:
                 operands.append((node, labels(node, *tail, hide=True)))
     else:
@@ -55,13 +60,17 @@ def _share_heads(call: Call, q: Any, k: Any, v: Any) -> bool:
         return False
     if a.dim != dim:
         if b.dim == len(shape_of(k)) - 3 or c.dim == len(shape_of(v)) - 3:
-            raise Broken("reads whole queries with keys or values of which each rank has some heads", b.owner or c.owner)
+            raise Broken(
+                "reads whole queries with keys or values of which each rank has some heads",
+                b.owner or c.owner,
+            )
         return False
     for laid, size, heads in ((b, nodes[1][1], full[1]), (c, nodes[2][1], full[2])):
         sections = laid.sections if laid.dim == len(size) - 3 else (Section(heads, 1),)
         if len(a.sections) != 1 or len(sections) != 1 or not _fits(a.sections[0], sections[0], call.tp_size):
             raise Broken(
-                f"reads queries of which each rank has heads {lengths(a.sections)} with keys or values of {lengths(sections)}",
+                f"reads queries of which each rank has heads {lengths(a.sections)} with keys or values of "
+                f"{lengths(sections)}",
                 a.owner,
             )
     return True
@@ -101,11 +110,14 @@ def conv(call: Call) -> State:
         return replaced if len(outs) == len(call.shape) else replace(replaced, dim=0)
     if (groups, full_groups) != (1, 1) and not (ours.whole and theirs.whole):
         raise Broken(
-            f"convolves channels in groups, {groups} on a rank and {full_groups} unsplit, whose channels and weights are "
-            "not cut alike",
+            f"convolves channels in groups, {groups} on a rank and {full_groups} unsplit, whose channels and weights "
+            "are not cut alike",
             ours.owner or theirs.owner,
         )
-    operands: list[Operand] = [(x, [*batch, "i", *inner]), (weight, ["o", "i" if groups == 1 else "group", *kernel])]
+    operands: list[Operand] = [
+        (x, [*batch, "i", *inner]),
+        (weight, ["o", "i" if groups == 1 else "group", *kernel]),
+    ]
     result = combine(call, operands, [*batch, "o", *inner], sums={"i"}, mixes=mixes, linear=True)
     if isinstance(result, Partial) and isinstance(bias, fx.Node):
         raise Broken("adds a bias to a sum over this rank's channels alone", result.owner)
@@ -130,7 +142,10 @@ def group_norm(call: Call) -> State:
     laid, shape = call.laid(x), shape_of(x)
     groups, full = call.arg(1, "num_groups"), call.twin_arg(1, "num_groups")
     labels = aligned(len(shape))
-    operands: list[Operand] = [(x, labels), *((n, [labels[1]]) for n in call.node.all_input_nodes if n is not x)]
+    operands: list[Operand] = [
+        (x, labels),
+        *((n, [labels[1]]) for n in call.node.all_input_nodes if n is not x),
+    ]
     mixes = set(labels[2:])
     if laid.dim == 1:
         channels = shape[1] // groups
@@ -165,7 +180,9 @@ def index(call: Call) -> State:
 
 def index_select(call: Call) -> State:
     x, rows = call.node.args[0], call.node.args[2]
-    if call.state(rows) == Placed(-1):  # ``styles.part``: this rank's place of a whole value that was cut in places
+    if call.state(rows) == Placed(
+        -1
+    ):  # ``styles.part``: this rank's place of a whole value that was cut in places
         return _own_part(call, x)
     ndim = len(shape_of(x))
     labels: list[Hashable] = list(range(ndim))
@@ -199,8 +216,10 @@ def gather(call: Call) -> State:
     labels: list[Hashable] = list(range(ndim))
     other = [*labels[:dim], "rows", *labels[dim + 1 :]]
     laid = call.state(rows)
-    if isinstance(laid, Laid) and laid.whole and any(
-        a != b for d, (a, b) in enumerate(zip(shape_of(x), shape_of(rows), strict=True)) if d != dim
+    if (
+        isinstance(laid, Laid)
+        and laid.whole
+        and any(a != b for d, (a, b) in enumerate(zip(shape_of(x), shape_of(rows), strict=True)) if d != dim)
     ):
         cut = call.state(x)
         if not isinstance(cut, Laid) or not cut.whole:
@@ -219,8 +238,11 @@ def scatter(call: Call) -> State:
     other = [*labels[:dim], "rows", *labels[dim + 1 :]]
     result = combine(call, [(x, labels), (rows, other), (source, other)], labels, mixes={dim, "rows"})
     if not (isinstance(result, Laid) and result.whole) and any(
-        a != b for n in (rows, source) if n is not None
-        for d, (a, b) in enumerate(zip(shape_of(x), shape_of(n), strict=True)) if d != dim
+        a != b
+        for n in (rows, source)
+        if n is not None
+        for d, (a, b) in enumerate(zip(shape_of(x), shape_of(n), strict=True))
+        if d != dim
     ):
         raise Broken("writes by an index that is shorter", getattr(result, "owner", ""), definite=False)
     return result
@@ -234,10 +256,37 @@ def index_add(call: Call) -> State:
     labels: list[Hashable] = list(range(ndim))
     other = [*labels[:dim], "rows", *labels[dim + 1 :]]
     states = [call.state(n) for n in (x, source)]
-    if isinstance(states[1], Partial) and call.name == "index_add":
-        if is_zero(x) or (isinstance(states[0], Partial) and states[0].factor == states[1].factor):
-            return states[1]
+    given, added = states
+    alike = isinstance(given, Partial) and isinstance(added, Partial) and given.factor == added.factor
+    if isinstance(added, Partial) and call.name == "index_add" and (alike or is_zero(x)):
+        return added
     return combine(call, [(x, labels), (rows, ["rows"]), (source, other)], labels, mixes={dim, "rows"})
+
+
+def put(call: Call) -> State:
+    """``slice_scatter`` and ``select_scatter``: into a part of one dimension."""
+    x, source = call.node.args[:2]
+    position = 2
+    ndim = len(shape_of(x))
+    dim = int(call.arg(position, "dim", 0)) % ndim
+    labels: list[Hashable] = list(range(ndim))
+    inner = labels if call.name == "slice_scatter" else [*labels[:dim], *labels[dim + 1 :]]
+    if call.name == "slice_scatter":
+        inner = [*labels[:dim], "part", *labels[dim + 1 :]]
+    result = combine(call, [(x, labels), (source, inner)], labels, mixes={dim, "part"})
+    call.same_constants()
+    return result
+
+
+def to_complex(call: Call) -> State:
+    """Pairs in the last dimension become numbers."""
+    labels = aligned(len(call.shape) + 1)
+    return combine(call, [(call.node.args[0], labels)], labels[:-1], mixes={labels[-1]})
+
+
+def to_real(call: Call) -> State:
+    labels = aligned(len(call.shape))
+    return combine(call, [(call.node.args[0], labels[:-1])], labels)
 
 
 # -- constants ---------------------------------------------------------------------------------------------------
@@ -253,9 +302,9 @@ def filled(call: Call) -> State:
     if call.name in _VALUES:
         ours, theirs = (get(_VALUES[call.name], "fill_value") for get in (call.arg, call.twin_arg))
         if ours != theirs:
-            return Odd(f"made of {ours}, unsplit of {theirs}")
+            raise Broken(f"fills with {ours} what is filled with {theirs} unsplit")
     full = call.twin_shape or ()
     if len(full) != len(call.shape):
-        return Odd("of another number of dimensions than unsplit")
+        raise Broken("has another number of dimensions than unsplit")
     even = tuple((d, n) for d, (m, n) in enumerate(zip(call.shape, full, strict=True)) if m != n)
     return Laid(even=even) if even else WHOLE

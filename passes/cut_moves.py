@@ -1,188 +1,24 @@
-"""Part of pass ``follow``: operators that only rearrange elements: views, slices, repetitions, concatenations.
+"""Part of pass ``follow``: operators that move, repeat, take apart and put together.
 
-A cut survives where what a rank has of the result is its part of the unsplit result, section by section::
+Taking apart must end where sections end, on a rank and unsplit; what is put together must be cut alike::
 
-    [b, s, 12 of 24] -> [b, s, 2 of 4, 6]       heads of 6: each rank has its own two
-    [b, s, 12 of 24] -> [b, s, 4, 3 of 6]       four heads anywhere: an error
-    [b, 2 of 4, s, 6] -> [b * (2 of 4), s, 6]   b sections, of each of which a rank has its part
-
-The unsplit sizes are those of the twin; where there is none, the cut dimension is taken to be the outermost.
+    chunk(2) of 12 of 24                  -> an error: rank 0 would take 0..5 for 0..11
+    chunk(2) of 6 of 12 + 6 of 12         -> 6 of 12 each
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from .cuts import LOST, WHOLE, Broken, Call, Laid, Odd, Partial, Placed, State, ends, lengths, shape_of
+from .cut_views import movement, repeated
+from .cuts import WHOLE, Broken, Call, Laid, Partial, State, ends, lengths, shape_of
 from .layout import Section
 
 _OPEN = 2**63 - 1
-
-
-def movement(rule: Callable[[Call, Laid], Any]) -> Callable[[Call], Any]:
-    """A rule for an operator with one input that is arranged: a pending sum stays one, if its shape does."""
-
-    def follow(call: Call) -> Any:
-        state = call.state(call.node.args[0])
-        if isinstance(state, Partial):
-            if call.twin_shape not in (None, call.shape):
-                raise call.pending(state)
-            return state
-        if isinstance(state, Placed):
-            return _placed(call, state)
-        laid = call.laid(call.node.args[0])
-        if laid.whole and call.twin is None:
-            return WHOLE
-        return rule(call, laid)
-
-    return follow
-
-
-def _placed(call: Call, state: Placed) -> State:
-    """A part among zeros, one place per rank, becomes a term of the sum that is the whole (``styles.gather``)."""
-    if call.name in ("unsqueeze",) and state.laid is None:
-        at = call.dim(1, ndim=len(call.shape))
-        return Placed(state.at + (at <= state.at))
-    merged = state.laid is not None and len(call.shape) == state.at + 1
-    if merged and call.name in ("reshape", "view", "flatten"):
-        laid: Laid = state.laid  # type: ignore[assignment]
-        if len(laid.sections) == 1 and laid.sections[0].parts == call.tp_size:
-            return Partial(laid.owner, call.node)
-    raise Broken("can't be followed", definite=False)
-
-
-# -- views -------------------------------------------------------------------------------------------------------
-
-
-def view(call: Call, laid: Laid) -> State:
-    before, after = shape_of(call.node.args[0]), call.shape
-    full_before, full_after = laid.unsplit(before), call.twin_shape
-    if laid.whole:
-        if full_after in (None, after):
-            return WHOLE
-        return Odd(f"an arrangement of {list(before)} as {list(after)} on a rank, as {list(full_after or ())} unsplit")
-    if full_after is None:
-        full_after = _guess(before, after, laid)
-    result = Laid()
-    for ins, outs in _groups(full_before, full_after, laid.owner):
-        if math.prod(before[d] for d in ins) != math.prod(after[d] for d in outs):
-            raise _regroups(call, laid, full_after)
-        even = [d for d, _ in laid.even if d in ins]
-        if laid.dim is not None and laid.dim in ins:
-            merged = _merged(call, laid, ins, before, full_before)
-            dim, sections = _split(call, laid, merged, outs, after, full_after)
-            result = replace(result, dim=dim, sections=sections, owner=laid.owner)
-        elif even:
-            if any(before[d] != 1 for d in ins if d not in even) and len(ins) > 1:
-                raise Broken("rearranges a repetition that is shorter on a rank", laid.owner, definite=False)
-            changed = tuple((d, full_after[d]) for d in outs if after[d] != full_after[d])
-            result = replace(result, even=result.even + changed)
-        elif any(after[d] != full_after[d] for d in outs):
-            raise _regroups(call, laid, full_after)
-    return result
-
-
-def _regroups(call: Call, laid: Laid, full: Sequence[int]) -> Broken:
-    return Broken(
-        f"arranges its features as {list(call.shape)} on a rank and as {list(full)} unsplit, so that a rank's heads or groups "
-        "are not some of the unsplit model's",
-        laid.owner,
-    )
-
-
-def _groups(before: Sequence[int], after: Sequence[int], owner: str) -> list[tuple[range, range]]:
-    """The smallest runs of dimensions of equal products."""
-    if 0 in before or 0 in after:
-        raise Broken("has no elements", owner, definite=False)
-    found = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        i0, j0, a, b = i, j, 1, 1
-        while True:
-            if a <= b and i < len(before) and (a < b or i == i0):
-                a, i = a * before[i], i + 1
-            elif j < len(after) and (b < a or j == j0):
-                b, j = b * after[j], j + 1
-            if a == b and (i > i0 or i == len(before)) and (j > j0 or j == len(after)):
-                break
-        found.append((range(i0, i), range(j0, j)))
-    return found
-
-
-def _merged(
-    call: Call, laid: Laid, ins: range, before: Sequence[int], full: Sequence[int]
-) -> tuple[Section, ...]:
-    """The sections of all dimensions ``ins`` as one."""
-    dim: int = laid.dim  # type: ignore[assignment]
-    even = [d for d, _ in laid.even if d in ins]
-    outer, inner = math.prod(before[d] for d in ins if d < dim), math.prod(before[d] for d in ins if d > dim)
-    if not even:
-        return tuple(Section(s.size * inner, s.parts) for s in laid.sections) * outer
-    if outer == 1 and even == [dim + 1] and len(laid.sections) == 1:
-        rest = math.prod(before[d] for d in ins if d > dim + 1)
-        section = repeated(laid.sections[0], before[dim + 1], full[dim + 1], call.tp_size)
-        if section is not None:
-            return (Section(section.size * rest, section.parts),)
-    raise Broken("rearranges a repetition that is shorter on a rank", laid.owner, definite=False)
-
-
-def repeated(section: Section, local: int, full: int, tp_size: int) -> Section | None:
-    """Heads that several ranks hold, each repeated ``local`` times on a rank and ``full`` times unsplit (key-value heads
-    of grouped-query attention): cut over all ranks afterwards, where it fits."""
-    copies = tp_size // section.parts
-    width = section.length * local
-    fits = width * tp_size == section.size * full and all(
-        (rank * width + i) // full == (rank // copies) * section.length + i // local
-        for rank in range(tp_size)
-        for i in range(width)
-    )
-    return Section(section.size * full, tp_size) if fits else None
-
-
-def _split(
-    call: Call, laid: Laid, merged: tuple[Section, ...], outs: range, after: Sequence[int], full: Sequence[int]
-) -> tuple[int, tuple[Section, ...]]:
-    """Which of ``outs`` is cut, and how."""
-    cut = [d for d in outs if after[d] != full[d]]
-    if len(cut) == 1:
-        sections = _pattern(merged, cut[0], outs, full)
-        if sections is not None and sum(s.size for s in sections) == full[cut[0]]:
-            return cut[0], sections
-    raise _regroups(call, laid, full)
-
-
-def _pattern(
-    merged: tuple[Section, ...], dim: int, outs: range, sizes: Sequence[int]
-) -> tuple[Section, ...] | None:
-    """The sections of dimension ``dim`` among ``outs``, if those of all of them together can lie so."""
-    outer, inner = math.prod(sizes[d] for d in outs if d < dim), math.prod(sizes[d] for d in outs if d > dim)
-    if not inner or not outer or len(merged) % outer:
-        return None
-    pattern = merged[: len(merged) // outer]
-    if pattern * outer != merged or any(s.size % inner or s.length % inner for s in pattern):
-        return None
-    return tuple(Section(s.size // inner, s.parts) for s in pattern)
-
-
-def _guess(before: Sequence[int], after: Sequence[int], laid: Laid) -> tuple[int, ...]:
-    """The unsplit shape of a result without a twin: cut in the fewest sections, then in the outermost dimension."""
-    if laid.dim is None:
-        raise Broken("can't be followed", definite=False)
-    for ins, outs in _groups(before, after, laid.owner):
-        if laid.dim in ins:
-            outer = math.prod(before[d] for d in ins if d < laid.dim)
-            inner = math.prod(before[d] for d in ins if d > laid.dim)
-            merged = tuple(Section(s.size * inner, s.parts) for s in laid.sections) * outer
-            found = {d: p for d in outs if (p := _pattern(merged, d, outs, after)) is not None}
-            if found:
-                dim = min(found, key=lambda d: (len(found[d]), d))
-                return tuple(sum(s.size for s in found[d]) if d == dim else n for d, n in enumerate(after))
-    raise Broken("arranges features in a way that can't be followed", laid.owner, definite=False)
 
 
 # -- dimensions that move ----------------------------------------------------------------------------------------
@@ -222,7 +58,9 @@ def reversed_dims(call: Call, ndim: int) -> list[int]:
 
 
 def movedim(call: Call, ndim: int) -> list[int]:
-    source, target = (([v] if isinstance(v, int) else list(v)) for v in call.node.args[1:3])
+    source, target = (
+        ([v] if isinstance(v, int) else list(v)) for v in (call.arg(1, "source"), call.arg(2, "destination"))
+    )
     order = [d for d in range(ndim) if d not in {s % ndim for s in source}]
     for place, dim in sorted((t % ndim, s % ndim) for s, t in zip(source, target, strict=True)):
         order.insert(place, dim)
@@ -252,13 +90,17 @@ def expand(call: Call, laid: Laid) -> State:
     shape, out = shape_of(call.node.args[0]), call.shape
     new = len(out) - len(shape)
     if laid.dim is not None and out[laid.dim + new] != shape[laid.dim]:
-        raise Broken(f"repeats one of {sum(s.size for s in laid.sections)} along a dimension of them", laid.owner)
+        raise Broken(
+            f"repeats one of {sum(s.size for s in laid.sections)} along a dimension of them", laid.owner
+        )
     even = {d + new: n for d, n in laid.even}
     full = call.twin_shape or out
     for d in range(len(out)):
         if (d < new or shape[d - new] == 1) and d - new != laid.dim and full[d] != out[d]:
             even[d] = full[d]
-    result = Laid(None if laid.dim is None else laid.dim + new, laid.sections, laid.owner, tuple(sorted(even.items())))
+    result = Laid(
+        None if laid.dim is None else laid.dim + new, laid.sections, laid.owner, tuple(sorted(even.items()))
+    )
     return result if result.dim is not None or even else WHOLE
 
 
@@ -274,7 +116,7 @@ def repeat(call: Call, laid: Laid) -> State:
         single = d < new or (shape[d - new] == 1 and d - new != laid.dim)
         if ours != theirs:
             if not single:
-                return _odd_or(laid, f"repeats {ours} times what is repeated {theirs} times unsplit")
+                raise Broken(f"repeats {ours} times what is repeated {theirs} times unsplit", laid.owner)
             even[d] = theirs
         elif d - new == laid.dim:
             sections *= ours
@@ -282,12 +124,6 @@ def repeat(call: Call, laid: Laid) -> State:
             even[d] *= ours
     dim = None if laid.dim is None else laid.dim + new
     return Laid(dim, sections, laid.owner, tuple(sorted(even.items())))
-
-
-def _odd_or(laid: Laid, why: str) -> State:
-    if laid.whole:
-        return Odd(why)
-    raise Broken(why, laid.owner)
 
 
 def repeat_interleave(call: Call, laid: Laid) -> State:
@@ -299,7 +135,7 @@ def repeat_interleave(call: Call, laid: Laid) -> State:
     if ours != theirs:
         section = repeated(laid.sections[0], ours, theirs, call.tp_size) if dim == laid.dim else None
         if section is None or len(laid.sections) > 1:
-            return _odd_or(laid, f"repeats {ours} times what is repeated {theirs} times unsplit")
+            raise Broken(f"repeats {ours} times what is repeated {theirs} times unsplit", laid.owner)
         return replace(laid, sections=(section,))
     if dim == laid.dim:
         return replace(laid, sections=tuple(Section(s.size * ours, s.parts) for s in laid.sections))
@@ -322,18 +158,26 @@ def slice_(call: Call, laid: Laid) -> State:
         whole_start = wholes[locals_.index(start)] if start in locals_ else -1
         whole_stop = wholes[locals_.index(stop)] if stop in locals_ else -1
     if step != whole_step:
-        return _odd_or(laid, f"takes every {step} where the unsplit model takes every {whole_step}")
+        raise Broken(f"takes every {step} where the unsplit model takes every {whole_step}", laid.owner)
     if dim != laid.dim:
         if (start, stop) == (whole_start, whole_stop):
             return laid
         if dim in dict(laid.even):
             return _even_slice(laid, dim, stop - start, whole_stop - whole_start)
-        return _odd_or(laid, f"takes {start} to {stop} on every rank, where the unsplit model takes {whole_start} to {whole_stop}")
+        raise _elsewhere(laid, (start, stop), (whole_start, whole_stop))
     if step != 1:
         if all(s.length % step == 0 for s in laid.sections) and stop == size and start == whole_start < step:
             return replace(laid, sections=tuple(Section(s.size // step, s.parts) for s in laid.sections))
         raise apart(call, laid, f"{start}:{stop}:{step}")
-    return replace(laid, sections=between(call, laid, (start, stop), (whole_start, whole_stop)))
+    return _within(call, laid, (start, stop), (whole_start, whole_stop))
+
+
+def _within(call: Call, laid: Laid, ours: tuple[int, int], theirs: tuple[int, int]) -> Laid:
+    """A slice of the cut dimension; one of sections that every rank has whole is not cut."""
+    sections = between(call, laid, ours, theirs)
+    if all(s.parts == 1 for s in sections):
+        return Laid(even=laid.even)
+    return replace(laid, sections=sections)
 
 
 def _even_slice(laid: Laid, dim: int, ours: int, theirs: int) -> Laid:
@@ -343,8 +187,10 @@ def _even_slice(laid: Laid, dim: int, ours: int, theirs: int) -> Laid:
 
 def _bounds(node: fx.Node, size: int) -> tuple[int, int, int]:
     args = [*node.args[2:], None, None, None]
-    start, stop, step = (args[i] if args[i] is not None else default for i, default in enumerate((0, _OPEN, 1)))
-    start, stop = (max(0, n + size if n < 0 else n) for n in (start, stop))  # type: ignore[operator]
+    start, stop, step = (
+        args[i] if args[i] is not None else default for i, default in enumerate((0, _OPEN, 1))
+    )
+    start, stop = (max(0, n + size if n < 0 else n) for n in (start, stop))  # type: ignore[operator, type-var]
     return min(start, size), min(max(start, stop), size), step  # type: ignore[return-value, type-var]
 
 
@@ -358,10 +204,17 @@ def between(call: Call, laid: Laid, ours: tuple[int, int], theirs: tuple[int, in
     raise apart(call, laid, f"{ours[0]}:{ours[1]} of {local[-1]}")
 
 
+def _elsewhere(laid: Laid, ours: tuple[int, int], theirs: tuple[int, int]) -> Broken:
+    return Broken(
+        f"takes {ours[0]} to {ours[1]} on every rank, where the unsplit model takes {theirs[0]} to {theirs[1]}",
+        laid.owner,
+    )
+
+
 def apart(call: Call, laid: Laid, taken: str) -> Broken:
     return Broken(
-        f"takes {taken} out of a dimension of which each rank has {lengths(laid.sections)}: other features or heads than "
-        "the unsplit model's",
+        f"takes {taken} out of a dimension of which each rank has {lengths(laid.sections)}: other features or heads "
+        "than the unsplit model's",
         laid.owner,
     )
 
@@ -373,7 +226,7 @@ def select(call: Call, laid: Laid) -> State:
         raise apart(call, laid, f"number {call.arg(2, 'index')}")
     kept = [d for d in range(ndim) if d != dim]
     if call.arg(2, "index") != call.twin_arg(2, "index") and dim not in dict(laid.even):
-        return _odd_or(laid, "takes another number than the unsplit model")
+        raise Broken("takes another number than the unsplit model", laid.owner)
     return _map(laid, {d: i for i, d in enumerate(kept)})
 
 
@@ -384,8 +237,6 @@ def split(call: Call, laid: Laid) -> Any:
     dim = call.dim(1 if name == "unbind" else 2)
     twins = call.twin.meta["val"] if call.twin is not None else [None] * len(values)
     if len(twins) != len(values):
-        if laid.whole:
-            return tuple(Odd("one of another number of parts than unsplit") for _ in values)
         raise apart(call, laid, f"{len(values)} parts, not {len(twins)},")
     if name == "unbind":
         if dim == laid.dim:
@@ -403,13 +254,13 @@ def split(call: Call, laid: Laid) -> Any:
         else:
             whole_stop = stop
         if dim == laid.dim:
-            found.append(replace(laid, sections=between(call, laid, (start, stop), (whole_start, whole_stop))))
+            found.append(_within(call, laid, (start, stop), (whole_start, whole_stop)))
         elif (start, stop) == (whole_start, whole_stop):
             found.append(laid)
         elif dim in dict(laid.even):
             found.append(_even_slice(laid, dim, stop - start, whole_stop - whole_start))
         else:
-            found.append(_odd_or(laid, f"takes {start} to {stop} on every rank, unsplit {whole_start} to {whole_stop}"))
+            raise _elsewhere(laid, (start, stop), (whole_start, whole_stop))
         start, whole_start = stop, whole_stop
     return tuple(found)
 
@@ -419,7 +270,7 @@ def getitem(call: Call) -> Any:
     index: Any = call.node.args[1]
     if isinstance(states, tuple):
         return states[index]
-    return WHOLE if states is None else states if isinstance(states, Partial) else LOST
+    return WHOLE if states is None else states
 
 
 def cat(call: Call) -> State:
@@ -430,7 +281,9 @@ def cat(call: Call) -> State:
     laid = [call.laid(n) for n in nodes]
     cut = next((a for a in laid if a.dim is not None), None)
     if cut is None or cut.dim != dim:
-        other = [(a, n) for a, n in zip(laid, nodes, strict=True) if a.dim != (cut.dim if cut else None) or a.even]
+        other = [
+            (a, n) for a, n in zip(laid, nodes, strict=True) if a.dim != (cut.dim if cut else None) or a.even
+        ]
         if other and cut is not None:
             raise Broken("puts together values that are cut and others that are not, or otherwise", cut.owner)
         if cut is not None and any(a.sections != cut.sections for a in laid):
@@ -468,12 +321,16 @@ def stack(call: Call) -> State:
 def _same(call: Call, nodes: Sequence[fx.Node]) -> State:
     states = [call.state(n) for n in nodes]
     first = states[0]
-    if isinstance(first, Partial) and all(isinstance(s, Partial) and s.factor == first.factor for s in states):
+    if isinstance(first, Partial) and all(
+        isinstance(s, Partial) and s.factor == first.factor for s in states
+    ):
         return first
     for state in states:
         if isinstance(state, Partial):
             raise call.pending(state)
     laid = [call.laid(n) for n in nodes]
     if any((a.dim, a.sections, a.even) != (laid[0].dim, laid[0].sections, laid[0].even) for a in laid):
-        raise Broken("puts together values that are cut differently", next((a.owner for a in laid if a.owner), ""))
+        raise Broken(
+            "puts together values that are cut differently", next((a.owner for a in laid if a.owner), "")
+        )
     return laid[0]

@@ -9,14 +9,14 @@ A cut dimension stays where it is, or leaves a pending sum, or is an error::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from torch import fx
 
-from .cuts import WHOLE, Broken, Call, Laid, Odd, Partial, State, lengths, shape_of
+from .cuts import WHOLE, Broken, Call, Laid, Partial, State, lengths, shape_of
 from .layout import Section
 
 Labels = Sequence[Hashable]
@@ -48,9 +48,12 @@ def combine(
         for dim, label in enumerate(labels):
             if laid.dim == dim:
                 known = found.setdefault(label, (laid.sections, laid.owner))
-                if known[0] != laid.sections:
+                if call.twin is None and _as_long(known[0], laid.sections):
+                    # Heads that several ranks hold meet others: the plan's author knows that they fit.
+                    found[label] = max(known, (laid.sections, laid.owner), key=lambda k: k[0][0].parts)
+                elif known[0] != laid.sections:
                     raise Broken(
-                        f"brings together features cut as {lengths(known[0])} and as {lengths(laid.sections)} on each rank",
+                        f"brings together features cut as {lengths(known[0])} and as {lengths(laid.sections)}",
                         laid.owner,
                     )
             for d, full in laid.even:
@@ -58,6 +61,10 @@ def combine(
                     raise Broken(f"brings together {even[label]} and {full} of one dimension")
     _check_whole(call, operands, found, even)
     return _result(call, out, found, even, sums, mixes)
+
+
+def _as_long(a: Sequence[Section], b: Sequence[Section]) -> bool:
+    return [s.length for s in a] == [s.length for s in b]
 
 
 def _check_whole(
@@ -71,13 +78,21 @@ def _check_whole(
         laid, shape = call.laid(node), shape_of(node)
         dims = dict(laid.even)
         for dim, label in enumerate(labels):
-            if dim == laid.dim or dim in dims or shape[dim] == 1 or (label not in found and label not in even):
+            if (
+                dim == laid.dim
+                or dim in dims
+                or shape[dim] == 1
+                or (label not in found and label not in even)
+            ):
                 continue
             sections, owner = found.get(label, ((), ""))
             if call.twin is None and sections and shape[dim] == sum(s.length for s in sections):
                 continue  # made for this rank's part, as it fits; the plan's author knows
             part = lengths(sections) if sections else f"part of {even[label]}"
-            raise Broken(f"brings together a dimension of which a rank has {part} and a whole one of {shape[dim]}", owner)
+            raise Broken(
+                f"brings together a dimension of which a rank has {part} and a whole one of {shape[dim]}",
+                owner,
+            )
 
 
 def _result(
@@ -98,15 +113,19 @@ def _result(
     if len(found) > 1:
         first, second = list(found.values())[:2]
         raise Broken(
-            f"combines every feature of {first[1]} with every one of {second[1]}, but a rank has parts of both", first[1]
+            f"combines every feature of {first[1]} with every one of {second[1]}, but a rank has parts of both",
+            first[1],
         )
     places = {label: i for i, label in enumerate(out)}
     kept = tuple(sorted((places[label], full) for label, full in rest.items() if label in places))
     for label, (sections, owner) in found.items():
         if label in sums:
-            if any(s.parts != call.tp_size for s in sections):
-                raise Broken(f"sums over heads that several ranks hold ({lengths(sections)})", owner)
-            return Partial(owner, call.node)
+            if len({s.parts for s in sections}) > 1:
+                raise Broken(
+                    f"sums over heads of which some are held by several ranks ({lengths(sections)})", owner
+                )
+            # What several ranks hold is counted several times.
+            return Partial(owner, call.node, Fraction(call.tp_size, sections[0].parts))
         if label not in places:
             raise Broken(f"takes away a dimension of which each rank has {lengths(sections)}", owner)
         return Laid(places[label], sections, owner, kept)
@@ -122,7 +141,23 @@ def aligned(ndim: int, tag: str = "b") -> list[Hashable]:
 
 #: Operators that are linear in their first input (or in each), every other one being whole.
 _LINEAR = frozenset(
-    "mul multiply div divide true_divide neg negative to _to_copy type_as contiguous clone alias detach lift_fresh_copy".split()
+    [
+        "mul",
+        "multiply",
+        "div",
+        "divide",
+        "true_divide",
+        "neg",
+        "negative",
+        "to",
+        "_to_copy",
+        "type_as",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "lift_fresh_copy",
+    ]
 )
 _ADD = frozenset({"add", "sub", "subtract"})
 
@@ -144,8 +179,14 @@ def pointwise(call: Call) -> State:
         for one, other, node in ((a, b, nodes[1]), (b, a, nodes[0])):
             if isinstance(one, Partial) and other == WHOLE and is_zero(node):
                 return one
-    divisor = call.name in ("div", "divide", "true_divide") and isinstance(call.state(call.arg(1, "other")), Partial)
-    masked = call.name == "masked_fill" and call.arg(2, "value") == 0 and not isinstance(call.state(call.arg(1, "mask")), Partial)
+    divisor = call.name in ("div", "divide", "true_divide") and isinstance(
+        call.state(call.arg(1, "other")), Partial
+    )
+    masked = (
+        call.name == "masked_fill"
+        and call.arg(2, "value") == 0
+        and not isinstance(call.state(call.arg(1, "mask")), Partial)
+    )
     operands = [(n, aligned(len(shape_of(n)))) for n in nodes]
     linear = (call.name in _LINEAR and not divisor) or masked
     result = combine(call, operands, aligned(len(call.shape)), linear=linear)
@@ -155,7 +196,12 @@ def pointwise(call: Call) -> State:
 
 def _scaled(call: Call, states: Sequence[State]) -> State | None:
     """A pending sum times or over another number than in the unsplit model: a mean over the ranks."""
-    if call.name not in ("mul", "div") or len(states) != 1 or not isinstance(states[0], Partial) or call.twin is None:
+    if (
+        call.name not in ("mul", "div")
+        or len(states) != 1
+        or not isinstance(states[0], Partial)
+        or call.twin is None
+    ):
         return None
     ours, theirs = call.arg(1, "other"), call.twin_arg(1, "other")
     if not isinstance(ours, int | float) or not isinstance(theirs, int | float) or not ours or not theirs:
@@ -164,7 +210,7 @@ def _scaled(call: Call, states: Sequence[State]) -> State | None:
     return replace(states[0], factor=states[0].factor * (ratio if call.name == "mul" else 1 / ratio))
 
 
-def is_zero(node: fx.Node) -> bool:
+def is_zero(node: Any) -> bool:
     """Is it made of zeros alone?"""
     while getattr(node.target, "_opname", "") in ("to", "_to_copy", "expand", "clone"):
         node = node.all_input_nodes[0]
@@ -180,15 +226,17 @@ def linear(call: Call) -> State:
     return _biased(call, [(x, [*batch, "i"]), (weight, ["o", "i"])], [*batch, "o"], bias, ["o"])
 
 
-def _biased(call: Call, operands: list[Operand], out: Labels, bias: Any, labels: Labels, sums: str = "i") -> State:
+def _biased(
+    call: Call, operands: list[Operand], out: Labels, bias: Any, labels: Labels, sums: str = "i"
+) -> State:
     """A product and what is added to it, which no rank may add to its own part of a sum."""
     result = combine(call, operands, out, sums={sums}, linear=True)
     if not isinstance(bias, fx.Node):
         return result
     if isinstance(result, Partial):
         raise Broken(
-            "adds a bias to a sum over this rank's features alone, which each rank would add: call the module instead of "
-            "reading its weight",
+            "adds a bias to a sum over this rank's features alone, which each rank would add: call the module instead "
+            "of reading its weight",
             result.owner,
         )
     return combine(call, [*operands, (bias, labels)], out, sums={sums})
@@ -212,7 +260,9 @@ def addmm(call: Call) -> State:
     """``addmm`` and ``baddbmm``: a bias and a product."""
     bias, a, b = call.node.args[:3]
     operands, out = _matmul(a, b)
-    result = _biased(call, operands, out, bias, out[-len(shape_of(bias)) :] if shape_of(bias) else [], sums="k")
+    result = _biased(
+        call, operands, out, bias, out[-len(shape_of(bias)) :] if shape_of(bias) else [], sums="k"
+    )
     call.same_constants()
     return result
 
@@ -225,7 +275,9 @@ def einsum(call: Call) -> State:
     equation, nodes = str(call.arg(0, "equation")).replace(" ", ""), list(call.arg(1, "tensors"))
     terms, arrow, result = equation.partition("->")
     inputs = terms.split(",")
-    if not arrow or any(len(set(t.replace("...", ""))) != len(t.replace("...", "")) for t in [*inputs, result]):
+    if not arrow or any(
+        len(set(t.replace("...", ""))) != len(t.replace("...", "")) for t in [*inputs, result]
+    ):
         raise Broken("can't be followed through this equation", definite=False)
 
     def labels(term: str, ndim: int) -> list[Hashable]:
@@ -250,132 +302,3 @@ def embedding(call: Call) -> State:
     weight, ids = call.node.args[:2]
     rows = aligned(len(shape_of(ids)))
     return combine(call, [(weight, ["v", "h"]), (ids, rows)], [*rows, "h"], mixes={"v"})
-
-
-# -- reductions and what works along a dimension -----------------------------------------------------------------
-
-
-def along(call: Call, position: int = 1, default: int = -1) -> Any:
-    """An operator that works along one dimension and keeps it; as many results as the node has."""
-    x = call.node.args[0]
-    ndim = len(shape_of(x))
-    dims = aligned(ndim)
-    result = combine(call, [(x, dims)], dims, mixes={dims[call.dim(position, default=default, ndim=ndim)]})
-    call.same_constants()
-    return _for_all(call, result)
-
-
-def at(position: int, default: int = -1) -> Callable[[Call], Any]:
-    """:func:`along` with its dimension at ``position`` of the arguments."""
-    return lambda call: along(call, position, default)
-
-
-def all_dims(call: Call) -> Any:
-    """Flip and roll: the dimensions stand last among the arguments."""
-    x = call.node.args[0]
-    given = call.arg(2 if call.name == "roll" else 1, "dims", [])
-    dims = aligned(len(shape_of(x)))
-    mixed = {dims[d] for d in given} or set(dims)
-    result = combine(call, [(x, dims)], dims, mixes=mixed)
-    call.same_constants()
-    return result
-
-
-def last(count: int) -> Callable[[Call], Any]:
-    """An operator on the last ``count`` dimensions, which it may change: pooling, triangles, padding."""
-
-    def rule(call: Call) -> Any:
-        x = call.node.args[0]
-        dims = aligned(len(shape_of(x)))
-        result = combine(call, [(x, dims)], dims, mixes=set(dims[-count:]))
-        call.same_constants()
-        return _for_all(call, result)
-
-    return rule
-
-
-def padded(call: Call) -> Any:
-    return last(len(call.arg(1, "pad", [])) // 2)(call)
-
-
-def normalised(call: Call) -> State:
-    """``layer_norm`` and ``rms_norm``, over the last dimensions."""
-    x, count = call.node.args[0], len(call.arg(1, "normalized_shape"))
-    dims = aligned(len(shape_of(x)))
-    more = [n for n in call.node.all_input_nodes if n is not x]
-    operands = [(x, dims), *((n, dims[-count:]) for n in more)]
-    result = combine(call, operands, dims, mixes=set(dims[-count:]))
-    call.same_constants()
-    return result
-
-
-def reduced(call: Call) -> Any:
-    """Reductions; sums and means over what is cut leave a pending sum."""
-    x = call.node.args[0]
-    shape = shape_of(x)
-    position = 2 if call.name in ("norm", "linalg_vector_norm") else 1
-    given = call.arg(position, "dim", None)
-    overload = str(getattr(call.node.target, "_overloadname", ""))
-    if overload == "default" and call.name in ("sum", "mean", "max", "min", "any", "all", "prod", "std", "var", "norm"):
-        given = None
-    dims = [given] if isinstance(given, int) else list(given) if given else list(range(len(shape)))
-    reduced_dims = {d % max(len(shape), 1) for d in dims}
-    labels = aligned(len(shape))
-    gone: set[Hashable] = {labels[d] for d in reduced_dims if d < len(labels)}
-    keep = len(call.shape or _first_shape(call)) == len(shape)
-    out: list[Hashable] = [(label, "reduced") if label in gone else label for label in labels]
-    out = out if keep else [label for label in labels if label not in gone]
-    if call.name not in ("sum", "mean"):
-        result = combine(call, [(x, labels)], out, mixes=gone)
-        call.same_constants()
-        return _for_all(call, result)
-    result = combine(call, [(x, labels)], out, sums=gone, linear=True)
-    if call.name == "mean" and isinstance(result, Partial) and isinstance(call.state(x), Laid):
-        local = full = 1
-        for d in reduced_dims:
-            local, full = local * shape[d], full * call.unsplit(x)[d]
-        result = replace(result, factor=Fraction(full, local))
-    call.same_constants()
-    return result
-
-
-def _first_shape(call: Call) -> tuple[int, ...]:
-    val = call.node.meta.get("val")
-    return tuple(val[0].shape) if isinstance(val, tuple | list) else ()
-
-
-def _for_all(call: Call, state: State) -> Any:
-    val = call.node.meta.get("val")
-    return tuple(state for _ in val) if isinstance(val, tuple | list) else state
-
-
-def gated(call: Call) -> State:
-    """``glu``: the first half of a dimension with the second."""
-    x = call.node.args[0]
-    laid, dim = call.laid(x), call.dim(1, default=-1)
-    half = len(laid.sections) // 2
-    if laid.dim == dim:
-        if laid.sections[:half] != laid.sections[half:]:
-            raise Broken(f"pairs two halves of a dimension of which each rank has {lengths(laid.sections)}", laid.owner)
-        return replace(laid, sections=laid.sections[:half])
-    return along(call)  # type: ignore[no-any-return]
-
-
-def loss(call: Call) -> State:
-    """Cross entropy and the like: of whole values."""
-    result = combine(
-        call,
-        [(n, [(i, d) for d in range(len(shape_of(n)))]) for i, n in enumerate(call.node.all_input_nodes)],
-        [],
-        mixes=[(i, d) for i, n in enumerate(call.node.all_input_nodes) for d in range(len(shape_of(n)))],
-    )
-    return result
-
-
-def odd_unless_equal(call: Call) -> State:
-    """Tables made of numbers alone (arange, eye)."""
-    try:
-        call.same_constants()
-    except Broken as broken:
-        return Odd(str(broken))
-    return WHOLE

@@ -63,8 +63,8 @@ class Odd:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A rank's part (``laid``) in its place along a new dimension ``at`` of one entry per rank, zeros elsewhere; without
-    ``laid``: 1 in the rank's place."""
+    """A rank's part (``laid``) in its place along a new dimension ``at`` of one entry per rank, zeros elsewhere;
+    without ``laid``: 1 in the rank's place."""
 
     at: int
     laid: Laid | None = None
@@ -153,7 +153,7 @@ class Call:
     def twin_shape(self) -> tuple[int, ...] | None:
         return None if self.twin is None else shape_of(self.twin)
 
-    def unsplit(self, node: fx.Node) -> tuple[int, ...]:
+    def unsplit(self, node: Any) -> tuple[int, ...]:
         """The unsplit shape of an input."""
         state = self.state(node)
         return state.unsplit(shape_of(node)) if isinstance(state, Laid) else shape_of(node)
@@ -164,12 +164,18 @@ class Call:
         size = ndim if ndim is not None else len(shape_of(self.node.args[0]))
         return int(value) % max(size, 1)
 
+    @property
+    def owner(self) -> str:
+        """A parameter whose cut lies behind an input; empty where there is none."""
+        states = (self.state(n) for n in self.node.all_input_nodes)
+        return next((s.owner for s in states if isinstance(s, Laid | Partial) and s.owner), "")
+
     def pending(self, partial: Partial) -> Broken:
         """``partial`` is read by an operator that is not linear in it."""
         made = getattr(partial.source.target, "_opname", str(partial.source.target))
         return Broken(
-            f"reads what {made}{place(partial.source)} has summed over this rank's features alone: its sum over the ranks "
-            "is still missing (a linear's weight that is read without calling its module gets none)",
+            f"reads what {made}{place(partial.source)} has summed over this rank's features alone: its sum over the "
+            "ranks is still missing (a linear's weight that is read without calling its module gets none)",
             partial.owner,
         )
 
@@ -178,13 +184,7 @@ class Call:
         if self.twin is not None:
             for ours, theirs in zip(constants(self.node), constants(self.twin), strict=False):
                 if ours != theirs:
-                    owner = next((s.owner for s in map(self.state, self.node.all_input_nodes) if owned(s)), "")
-                    raise Broken(f"computes with {ours} where the unsplit model has {theirs}", owner)
-
-
-def owned(state: State) -> bool:
-    """Does a parameter's cut lie behind it?"""
-    return isinstance(state, Laid | Partial) and bool(state.owner)
+                    raise Broken(f"computes with {ours} where the unsplit model has {theirs}", self.owner)
 
 
 def _argument(node: fx.Node, position: int, key: str, default: Any) -> Any:
@@ -219,7 +219,10 @@ def shape_of(node: Any) -> tuple[int, ...]:
 def place(node: fx.Node) -> str:
     """Where in the user's code: ``' (model.py:13: "q = h.view(...)")'``, or nothing."""
     lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").strip().splitlines()]
-    at = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
+    at = max(
+        (i for i, line in enumerate(lines) if line.startswith("File ") and "<eval_with" not in line),
+        default=None,
+    )
     if at is None:
         return ""
     parts = lines[at].split('"')
@@ -232,3 +235,9 @@ def module_of(node: fx.Node) -> str:
     """The path of the module whose forward calls ``node``."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return str(stack[-1][0]) if stack else node.name
+
+
+def for_each(call: Call, state: State) -> Any:
+    """``state`` for every result of a call, as many as it has."""
+    val = call.node.meta.get("val")
+    return tuple(state for _ in val) if isinstance(val, tuple | list) else state

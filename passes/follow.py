@@ -16,15 +16,16 @@ means (the cut dimension outermost, unknown operators right), which is what a mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from . import cut_layers as layers
-from . import cut_moves as moves
 from . import cut_sums as sums
+from . import cut_views as views
+from .cut_rules import POINTWISE, Rule, rules
 from .cuts import (
     LOST,
     WHOLE,
@@ -37,83 +38,24 @@ from .cuts import (
     Placed,
     State,
     constants,
+    for_each,
     lengths,
     module_of,
-    owned,
     place,
     shape_of,
 )
 from .layout import Section, TpPlan
 from .marks import TP_COPY, TP_REDUCE
-from .twins import twins
+from .twins import bare, inputs, is_copy, twins
 
 #: The buffer of the traced copy with this rank's TP rank (``settle.TP_RANK``).
 _RANK = "fxbraid_tp_rank"
-_Rule = Callable[[Call], Any]
 
 
-def _table() -> dict[str, _Rule]:
-    move = moves.movement
-    rules: dict[str, _Rule] = {
-        **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"), move(moves.view)),
-        **dict.fromkeys(("transpose", "swapaxes", "swapdims", "mT"), moves.moved(moves.swapped)),
-        **dict.fromkeys(("t", "numpy_T"), moves.moved(moves.reversed_dims)),
-        "permute": moves.moved(moves.permuted),
-        **dict.fromkeys(("movedim", "moveaxis"), moves.moved(moves.movedim)),
-        "unsqueeze": move(moves.unsqueeze),
-        "squeeze": move(moves.squeeze),
-        **dict.fromkeys(("expand", "expand_as", "broadcast_to"), move(moves.expand)),
-        **dict.fromkeys(("repeat", "tile"), move(moves.repeat)),
-        "repeat_interleave": move(moves.repeat_interleave),
-        "slice": move(moves.slice_),
-        "select": move(moves.select),
-        **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), move(moves.split)),
-        **dict.fromkeys(("cat", "concat", "concatenate"), moves.cat),
-        "stack": moves.stack,
-        "getitem": moves.getitem,
-        "linear": sums.linear,
-        **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), sums.matmul),
-        **dict.fromkeys(("addmm", "baddbmm"), sums.addmm),
-        **dict.fromkeys(("outer", "ger"), sums.outer),
-        "einsum": sums.einsum,
-        **dict.fromkeys(("grouped_mm_fallback", "_grouped_mm"), sums.grouped),
-        "embedding": sums.embedding,
-        **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin",
-                         "logcumsumexp"), sums.at(1)),
-        **dict.fromkeys(("argsort", "sort"), sums.at(1)),
-        "topk": sums.at(2),
-        **dict.fromkeys(("flip", "roll"), sums.all_dims),
-        **dict.fromkeys(("tril", "triu"), sums.last(2)),
-        **dict.fromkeys(("avg_pool1d", "max_pool1d", "adaptive_avg_pool1d"), sums.last(1)),
-        **dict.fromkeys(("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d"), sums.last(2)),
-        **dict.fromkeys(("pad", "constant_pad_nd"), sums.padded),
-        **dict.fromkeys(("layer_norm", "rms_norm", "_fused_rms_norm"), sums.normalised),
-        **dict.fromkeys(("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "any", "all", "std", "var",
-                         "norm", "linalg_vector_norm", "logsumexp"), sums.reduced),
-        "glu": sums.gated,
-        **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss"), sums.loss),
-        "scaled_dot_product_attention": layers.attention,
-        **dict.fromkeys(("conv1d", "conv2d", "conv3d"), layers.conv),
-        "group_norm": layers.group_norm,
-        "index": layers.index,
-        "index_select": layers.index_select,
-        **dict.fromkeys(("gather", "take_along_dim"), layers.gather),
-        **dict.fromkeys(("scatter", "scatter_add"), layers.scatter),
-        **dict.fromkeys(("index_add", "index_copy"), layers.index_add),
-        **dict.fromkeys(("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
-                         "ones_like", "full_like", "empty_like"), layers.filled),
-    }  # fmt: skip
-    return rules
-
-
-#: Pointwise operators that torch does not tag as such.
-_POINTWISE = frozenset(
-    "to _to_copy type_as contiguous alias detach lift_fresh_copy subtract multiply divide true_divide floor_divide "
-    "masked_fill hardswish log_sigmoid __and__ __or__ __xor__ where negative relu6 logical_and logical_or gelu silu "
-    "square float_power dropout".split()
-)
 #: Whose inputs' shapes alone matter.
-_FACTORIES = frozenset("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split())
+_FACTORIES = frozenset(
+    ["new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like"]
+)
 
 
 def follow(
@@ -126,7 +68,9 @@ def follow(
 ) -> list[Finding]:
     """See the module's docstring. ``canonical``: first names of parameters, by which ``plan`` has them; ``held``:
     tensors that the two traces hold outside of parameters and buffers."""
-    return _Follower(plan, canonical, _table(), twins(graph, full) if full is not None else None, held).run(graph)
+    return _Follower(plan, canonical, rules(), twins(graph, full) if full is not None else None, held).run(
+        graph
+    )
 
 
 class _Follower:
@@ -134,7 +78,7 @@ class _Follower:
         self,
         plan: TpPlan,
         canonical: Mapping[str, str],
-        rules: Mapping[str, _Rule],
+        rules: Mapping[str, Rule],
         pairs: Mapping[fx.Node, fx.Node] | None,
         held: tuple[Mapping[str, Any], Mapping[str, Any]],
     ) -> None:
@@ -164,14 +108,20 @@ class _Follower:
             return Laid(shard.dim, tuple(sections), shard.name)
         if self.pairs is not None and name in self.held[0]:
             twin = self.pairs.get(node)
-            ours, theirs = self.held[0][name], self.held[1].get(str(twin.target)) if twin is not None else None
+            ours, theirs = (
+                self.held[0][name],
+                self.held[1].get(str(twin.target)) if twin is not None else None,
+            )
             if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor) and _equal(ours, theirs)):
                 return Odd("numbers that the model's code has made from shapes, unsplit from others")
         return WHOLE
 
     def _called(self, node: fx.Node) -> Any:
-        call = Call(node, self.pairs.get(node) if self.pairs is not None else None, self.states, self.plan.tp_size)
+        twin = self.pairs.get(node) if self.pairs is not None else None
+        call = Call(node, twin, ChainMap({}, self.states), self.plan.tp_size)
         given = [self.states.get(n, WHOLE) for n in node.all_input_nodes]
+        if is_copy(node):
+            return given[0]
         if any(state is LOST for state in given):
             return WHOLE if node.target is TP_REDUCE else LOST
         try:
@@ -180,9 +130,10 @@ class _Follower:
             self._fits(call, result)
             return result
         except Broken as broken:
-            if all(isinstance(s, Odd) or (isinstance(s, Laid) and s.whole) for s in given):
-                if node.target is not TP_REDUCE:
-                    return Odd(f"what {call.name}{place(node)} makes, which {broken}")
+            shared = all(isinstance(s, Odd) or (isinstance(s, Laid) and s.whole) for s in given)
+            if shared and node.target is not TP_REDUCE:
+                first = next((s for s in given if isinstance(s, Odd)), None)
+                return first or Odd(f"what {call.name}{place(node)} makes, which {broken}")
             if self.pairs is not None or broken.definite:
                 self._find(call, broken)
             return WHOLE if node.target is TP_REDUCE else LOST
@@ -191,10 +142,41 @@ class _Follower:
         """Raise unless the twin reads the twins of what the node reads."""
         if self.pairs is None:
             return
-        wanted = [self.pairs.get(n) for n in call.node.all_input_nodes]
-        if call.twin is None or wanted != call.twin.all_input_nodes:
-            owner = next((s.owner for s in map(call.state, call.node.all_input_nodes) if owned(s)), "")
-            raise Broken("is not what the unsplit model computes here: the code looks at sizes", owner, definite=False)
+        ours, theirs = inputs(call.node), inputs(call.twin) if call.twin is not None else []
+        fits = call.twin is not None and len(ours) == len(theirs)
+        for node, twin in zip(ours, theirs, strict=False):
+            if self.pairs.get(node) is not twin:
+                state = self._repeated(call, node, twin)
+                fits = fits and state is not None
+                call.states |= {n: state for n in call.node.all_input_nodes if bare(n) is node}  # type: ignore[operator]
+        if not fits:
+            raise Broken(
+                "is not what the unsplit model computes here: the code looks at sizes",
+                call.owner,
+                definite=False,
+            )
+
+    def _repeated(self, call: Call, node: fx.Node, twin: fx.Node) -> State | None:
+        """``repeat_kv`` does nothing on a rank with as many key-value heads as queries: the state of ``node`` as what
+        the unsplit model makes of it, ``twin``."""
+        source, names = twin, list[str]()
+        while source is not self.pairs.get(node) and len(names) < 4 and source.args:  # type: ignore[union-attr]
+            names.append(getattr(source.target, "_opname", ""))
+            last, source = source, bare(source.args[0])  # type: ignore[arg-type]
+        state, full, given = call.state(node), shape_of(twin), shape_of(source)
+        names = ["reshape" if name in ("view", "_unsafe_view") else name for name in names]
+        if (
+            names != ["reshape", "expand", "unsqueeze"]
+            or not isinstance(state, Laid)
+            or len(full) != len(given)
+        ):
+            return None
+        dim: int = last.args[1] - 1  # type: ignore[operator, assignment]
+        sections = state.sections or (Section(given[dim], 1),)
+        if state.dim not in (None, dim) or len(sections) != 1 or state.even or full[dim] % given[dim]:
+            return None
+        section = views.repeated(sections[0], 1, full[dim] // given[dim], call.tp_size)
+        return None if section is None else Laid(dim, (section,), state.owner)
 
     def _ruled(self, call: Call, given: list[Any]) -> Any:
         node = call.node
@@ -205,9 +187,18 @@ class _Follower:
         if call.name == "eq" and Placed(-1) in given:
             return Placed(0)
         odd = next((s for s in given if isinstance(s, Odd)), None)
+        if odd is not None and call.name == "getitem":
+            return odd
         if odd is not None and call.name not in _FACTORIES and Placed(-1) not in given:
-            owner = next((s.owner for s in given if owned(s)), "")
-            raise Broken(f"reads {odd.why}", owner)
+            raise Broken(f"reads {odd.why}", call.owner)
+        whole = all(isinstance(s, Laid) and s.whole for s in given)
+        if (
+            whole
+            and call.twin is not None
+            and call.shape == call.twin_shape
+            and constants(node) == constants(call.twin)
+        ):
+            return for_each(call, WHOLE)
         placed = [s for s in given if isinstance(s, Placed) and s != Placed(-1)]
         if placed and (found := _place_of(call, placed)) is not None:
             return found
@@ -217,18 +208,19 @@ class _Follower:
         if rule is not None:
             return rule(call)
         tags = getattr(node.target, "tags", ())
-        if torch.Tag.pointwise in tags or call.name in _POINTWISE:
+        if torch.Tag.pointwise in tags or call.name in POINTWISE:
             return sums.pointwise(call)
-        if all(isinstance(s, Laid) and s.whole for s in given):
+        if whole:
             call.same_constants()
             return WHOLE
-        owner = next((s.owner for s in given if owned(s)), "")
-        raise Broken("is an operator that cut features can't be followed through", owner, definite=False)
+        raise Broken("is an operator that cut features can't be followed through", call.owner, definite=False)
 
     def _summed(self, call: Call, state: Any) -> State:
         if isinstance(state, Partial):
             if self.pairs is not None and state.factor != 1:
-                raise Broken(f"sums means over this rank's features, {state.factor} times too much", state.owner)
+                raise Broken(
+                    f"sums over the ranks what then is {state.factor} times the unsplit value", state.owner
+                )
             return WHOLE
         if isinstance(state, Odd):
             raise Broken(f"sums {state.why}")
@@ -249,13 +241,18 @@ class _Follower:
         values = ours if isinstance(ours, tuple | list) else (ours,)
         wholes = theirs if isinstance(theirs, tuple | list) else (theirs,)
         for state, value, whole in zip(results, values, wholes, strict=False):
-            if not isinstance(value, Tensor) or not isinstance(whole, Tensor) or isinstance(state, Odd | Placed):
+            if (
+                not isinstance(value, Tensor)
+                or not isinstance(whole, Tensor)
+                or isinstance(state, Odd | Placed)
+            ):
                 continue
             shape = state.unsplit(value.shape) if isinstance(state, Laid) else tuple(value.shape)
             if state is not LOST and shape != tuple(whole.shape):
                 owner = state.owner if isinstance(state, Laid | Partial) else ""
                 raise Broken(
-                    f"makes {list(value.shape)} on a rank and {list(whole.shape)} unsplit, which does not fit", owner
+                    f"makes {list(value.shape)} on a rank and {list(whole.shape)} unsplit, which does not fit",
+                    owner,
                 )
 
     def _output(self, node: fx.Node) -> None:
@@ -279,7 +276,7 @@ def _place_of(call: Call, placed: list[Placed]) -> State | None:
         return placed[0]
     if call.name != "mul":
         return None
-    one, value = (call.node.args[:2] if call.state(call.node.args[0]) in placed else call.node.args[1::-1])
+    one, value = call.node.args[:2] if call.state(call.node.args[0]) in placed else call.node.args[1::-1]
     laid, ndim = call.laid(value), len(call.shape)
     at = ndim - (len(shape_of(one)) - placed[0].at)
     if laid.dim == ndim - 1 and at == ndim - 2 and shape_of(value)[at] == 1:

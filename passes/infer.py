@@ -85,11 +85,13 @@ class Inferred:
             for group in self.groups:
                 why = next((reasons[p] for p in sorted(group & reasons.keys())), None)
                 if why is not None and not group <= reasons.keys():
-                    reasons |= {p: why for p in group - reasons.keys()}
+                    reasons |= dict.fromkeys(group - reasons.keys(), why)
                     changed = True
         rest = {pattern: style for pattern, style in self.patterns.items() if pattern not in reasons}
         gone = [p for p in self.patterns if p in reasons]
-        by_reason = {why: [p for p in gone if reasons[p] == why] for why in dict.fromkeys(reasons[p] for p in gone)}
+        by_reason = {
+            why: [p for p in gone if reasons[p] == why] for why in dict.fromkeys(reasons[p] for p in gone)
+        }
         left = [f"{', '.join(names)} stays whole: {why}" for why, names in by_reason.items()]
         return replace(self, patterns=rest, left=(*self.left, *left))
 

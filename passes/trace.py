@@ -116,10 +116,14 @@ def _compared(tracer: _Tracer, plan: Plan, sharded: Sharded, captured: Captured)
 def _sentence(findings: list[Finding]) -> str:
     first = findings[0]
     more = f" (and {len(findings) - 1} more like it)" if len(findings) > 1 else ""
-    trust = "would compute something else than the model" if first.definite else "can't be shown to compute what the model does"
+    trust = (
+        "would compute something else than the model"
+        if first.definite
+        else "can't be shown to compute what the model does"
+    )
     return (
-        f"with this tensor-parallel plan the ranks {trust}: {first.text}{more}. Leave the modules in front of it and behind "
-        "it out of tp_plan; or give those in front the style 'colwise_gather_output' and those behind "
+        f"with this tensor-parallel plan the ranks {trust}: {first.text}{more}. Leave the modules in front of it and "
+        "behind it out of tp_plan; or give those in front the style 'colwise_gather_output' and those behind "
         "'rowwise_split_input', so that what lies between is computed whole"
     )
 
