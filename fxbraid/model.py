@@ -16,6 +16,7 @@ from .decide import Asked, Decision, Order, decide
 from .gradients import Gradients, Nonfinite
 from .metrics import StepMetrics
 from .observe import Observed, Watch, gather, observed, save, watch
+from .outputs import nested, rules, total
 from .passes.block import Collectives
 from .passes.compile import Artefacts, Compile
 from .passes.errors import BraidError
@@ -183,24 +184,28 @@ class BraidedModel(nn.Module):
     def forward(self, **batch: Any) -> Any:
         """The pipelined forward of the whole batch in eval mode, without gradients.
 
-        Returns a ``transformers`` ModelOutput (or a dict of tensors): ``loss``, where there are labels, on every
-        rank; everything else (logits [batch, ...]) on the ranks that hold the last chunk, None on the others.
+        Returns a ``transformers`` ModelOutput: ``loss``, where there are labels, on every rank; everything else
+        (logits [batch, ...], hidden states, router logits) on the ranks that hold the last chunk, None on the others.
+        An ``aux_loss`` is the mean of the micro-batches', as it counts in :meth:`step`. Raises :class:`BraidError` for
+        an output of which it isn't known what it is for the whole batch.
         """
         if self.training:
             raise BraidError(
                 "model(**batch) is the forward of eval mode; call step(**batch) to train, or eval() first"
             )
         begun, inputs = self._prepare(batch, training=False)
-        engine = begun.engine
+        engine, m = begun.engine, self._options.n_microbatches
+        together = rules(engine.lowered, rows=batches.batch_size(batch) // m, m=m)
         with self._no_autocast():
             results = engine.run(inputs)
         outputs: dict[str, Any] = {}
-        for k, name in enumerate(engine.lowered.outputs):
+        for k, (name, rule) in enumerate(together.items()):
+            values = [row[k] for row in results]
             if name == "loss":
-                outputs[name] = self._share(engine, [values[k] for values in results])
+                outputs[name] = self._share(engine, values)
             else:
-                outputs[name] = torch.cat([values[k] for values in results]) if results else None
-        return _model_output(outputs)
+                outputs[name] = rule(values) if values else None
+        return _model_output(nested(outputs))
 
     def clip_grad_norm_(
         self,
@@ -538,10 +543,9 @@ class BraidedModel(nn.Module):
 
     def _total(self, losses: Sequence[Tensor]) -> Tensor:
         """The sum over micro-batches, in their order."""
-        total = torch.zeros((), device=self._mesh.device, dtype=self._last.one.dtype)
-        for i, loss in enumerate(losses):
-            total = loss.detach().clone() if i == 0 else total + loss.detach()
-        return total
+        if losses:
+            return total(losses)
+        return torch.zeros((), device=self._mesh.device, dtype=self._last.one.dtype)
 
     def _share(self, engine: Engine, losses: Sequence[Tensor]) -> Tensor:
         """The loss of the whole batch on every rank, from those of the micro-batches on the last chunk's."""

@@ -31,7 +31,7 @@ from torch import fx
 from .. import compat
 from . import experts
 from .errors import UnsupportedError
-from .marks import TP_COPY, TP_GATHER, TP_JOIN, TP_SCATTER, TP_SHARE, is_collective, is_mark
+from .marks import CUT, TP_COPY, TP_GATHER, TP_JOIN, TP_SCATTER, TP_SHARE, is_collective, is_mark
 from .partition import Chunk
 from .reach import ancestors, descendants
 
@@ -105,6 +105,7 @@ def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.Fake
         )
     graph = compat.fx_graph_cse(exported.graph_module.graph)
     result = _describe(chunk, graph)
+    _keep_layouts(result.graph)
     _drop_no_ops(result)
     _gathers(result.graph)
     return result
@@ -230,6 +231,27 @@ def _gathers(graph: fx.Graph) -> None:
         made.meta = {k: v for k, v in node.meta.items() if k == "partitioner_tag"}
         made.meta["val"] = val.contiguous()
         node.replace_input_with(source, made)
+
+
+def _keep_layouts(graph: fx.Graph) -> None:
+    """A mark is a copy while the model is traced: of a slice with gaps it is dense, and what follows may view it as
+    such. Where a mark goes that lay otherwise in memory than its source, a copy stays."""
+    for node in list(graph.nodes):
+        if node.target not in (TP_COPY, TP_SHARE, CUT):
+            continue
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        given, wanted = (_layout(n.meta["val"]) for n in (source, node))
+        if given == wanted:
+            continue
+        with graph.inserting_before(node):
+            dense = graph.call_function(aten.clone.default, (source,))
+        dense.meta = dict(node.meta)
+        node.replace_input_with(source, dense)
+
+
+def _layout(val: torch.Tensor) -> list[int]:
+    """The strides that say where an element lies."""
+    return [step for size, step in zip(val.shape, val.stride(), strict=True) if size != 1]
 
 
 def _drop_no_ops(result: JointGraph) -> None:

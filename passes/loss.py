@@ -33,7 +33,7 @@ from .errors import UnsupportedError
 _CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
 _MEAN, _SUM = 1, 2
 #: Key of a model's output that is a loss of its own kind, added to the loss with a coefficient.
-_AUXILIARY = "aux_loss"
+AUXILIARY = "aux_loss"
 #: Operators that pass a 0-d loss on as it is.
 _SAME = {
     torch.ops.aten.to.dtype,
@@ -66,18 +66,29 @@ def loss_alone(captured: Captured) -> Captured:
         )
     graph = captured.graph_module.graph
     output = graph.output_node()
-    if _AUXILIARY in captured.outputs:
-        output.args[0][captured.outputs.index(_AUXILIARY)].meta[_AUXILIARY] = True  # type: ignore[index, union-attr]
+    _mark_auxiliary(captured)
     output.args = ((output.args[0][captured.outputs.index("loss")],),)  # type: ignore[index]
     graph.eliminate_dead_code()
     captured.graph_module.recompile()
     return replace(captured, outputs=("loss",))
 
 
+def _mark_auxiliary(captured: Captured) -> fx.Node | None:
+    """The auxiliary loss among the outputs, which its meta then says."""
+    if AUXILIARY not in captured.outputs:
+        return None
+    values = captured.graph_module.graph.output_node().args[0]
+    node: fx.Node = values[captured.outputs.index(AUXILIARY)]  # type: ignore[index, assignment]
+    node.meta[AUXILIARY] = True
+    return node
+
+
 def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Normalised:
     """``loss_reduction``: "auto" finds mean cross entropies in the graph; "sum" leaves a loss that already is a
     sum or divides by a global count; "mean" divides the loss by the number of micro-batches, for a loss that is
     a plain mean over equally large micro-batches (done by the caller: one count of 1 per micro-batch).
+
+    An auxiliary loss that is an output beside the loss (in ``eval``) stays that of the micro-batch.
 
     Raises :class:`UnsupportedError` where "auto" cannot tell what the loss is a mean of.
     """
@@ -91,6 +102,7 @@ def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Norma
     output = graph_module.graph.output_node()
     index = captured.outputs.index("loss")
     loss: fx.Node = output.args[0][index]  # type: ignore[index, assignment]
+    auxiliary = _mark_auxiliary(captured)
     targets: list[tuple[fx.Node, fx.Node | None, int]] = [(loss, None, 0)]
     if loss_reduction == "auto":
         targets = [
@@ -104,6 +116,10 @@ def normalise_loss(captured: Captured, *, loss_reduction: str = "auto") -> Norma
     for i, (node, labels, _) in enumerate(targets):
         names.append(COUNT.format(i))
         _divide(graph_module.graph, node, names[-1], sum_first=labels is not None)
+    if auxiliary is not None:
+        values = list(output.args[0])  # type: ignore[arg-type]
+        values[captured.outputs.index(AUXILIARY)] = auxiliary
+        output.args = (tuple(values),)
     graph_module.recompile()
     inputs = (*captured.inputs, *names)
     return Normalised(replace(captured, inputs=inputs), count, tuple(names))
@@ -128,7 +144,7 @@ def _means(loss: fx.Node) -> list[fx.Node]:
     todo: list[tuple[fx.Node, bool]] = [(loss, False)]
     while todo:
         node, by_number = todo.pop()
-        if node.meta.get(_AUXILIARY) or node not in given:
+        if node.meta.get(AUXILIARY) or node not in given:
             if node not in found:
                 found.append(node)
         elif node.target is _CROSS_ENTROPY:

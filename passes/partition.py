@@ -8,7 +8,7 @@ c - 1 as further placeholders ``boundary_0, ...`` and returns its own, the last 
     loss = head(layer1(x1, m))                x1 = layer0(embed(ids), m)    loss = head(layer1(boundary_0, m))
 
 A value that depends on inputs alone (rotary tables, masks, position ids) is made again in each chunk that reads
-it and never sent. ``cut`` marks go where a unit must end without a collective: after the embedding, and between
+it and never sent. What ``eval`` returns of an earlier chunk (hidden states, router logits) goes along to the last one. ``cut`` marks go where a unit must end without a collective: after the embedding, and between
 layers of a model without TP marks.
 """
 
@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx
 
 from .capture import Captured
@@ -88,6 +89,7 @@ def partition(captured: Captured, n_chunks: int, *, split: str | Sequence[int] =
 
     _insert_cuts(graph, live, segment)
     owner = {node: chunk_of(node) for node in graph.nodes if node in live and node.op == "call_function"}
+    _carry_outputs(captured, owner, n_chunks)
     entering = [_crossing(graph, owner, c - 1) if c else [] for c in range(n_chunks)]
     grads = _with_gradient(captured, entering)
     chunks = tuple(
@@ -232,6 +234,24 @@ def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int
         live.add(mark)
 
 
+def _carry_outputs(captured: Captured, owner: dict[fx.Node, int], n_chunks: int) -> None:
+    """Hand outputs that are made early on from chunk to chunk: the last one returns them all. (Not the loss: where
+    that is made, its gradient begins.)"""
+    graph = captured.graph_module.graph
+    output = graph.output_node()
+    values = []
+    for name, made in zip(captured.outputs, output.args[0], strict=True):  # type: ignore[arg-type]
+        node: fx.Node = made  # type: ignore[assignment]
+        for index in range(owner.get(node, n_chunks) + 1, n_chunks) if name != "loss" else ():
+            val = node.meta["val"]
+            with graph.inserting_before(output):
+                node = graph.call_function(torch.ops.aten.clone.default, (node,))
+            node.meta["val"] = val
+            owner[node] = index
+        values.append(node)
+    output.args = (tuple(values),)
+
+
 def _with_gradient(captured: Captured, entering: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
     """The boundary values that have a gradient."""
     graph = captured.graph_module.graph
@@ -258,8 +278,8 @@ def _extract(
     for name, node in zip(captured.outputs, leaving, strict=True) if last else ():
         if owner.get(node, index) != index:
             raise PartitionError(
-                f"the model's output {name!r} is made in chunk {owner[node]}, before the last one; only outputs of "
-                "the last chunk can be returned: switch it off (output_hidden_states=False, ...)"
+                f"the model's {name} is made in chunk {owner[node]}, before the last one, and the layers behind it "
+                f"would be left without a gradient; leave them out of the model, or use one chunk"
             )
     wanted: set[fx.Node] = set()
     todo = [*mine, *(n for n in leaving if n not in owner)]

@@ -5,6 +5,7 @@ shard                 plan -> local parameter shapes, marks around parallel line
 capture               torch.export -> one FX graph of the forward
 normalise_loss        mean over a micro-batch -> share of the whole batch's mean
 vocab                 embedding and head on a rank's part of the vocabulary, the loss without whole logits
+check_whole           nothing takes a rank's part of a parameter for all of it
 settle                every mark where gradients need it, as few as there can be
 sequence              where it is asked for: norms and residuals on this rank's tokens
 autocast              under torch.autocast: its casts as nodes of the graph
@@ -44,6 +45,7 @@ from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 from .vocab import Wanted, input_weights, shard_vocabulary
 from .vocab_check import Checks
+from .whole import check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ def lower_model(
             training=training,
             fake_mode=fake_mode,
         )
+        check_whole(vocabulary.captured, vocabulary.plan, sharded.canonical)
         captured, plan = settle(vocabulary.captured, vocabulary.plan, sharded.canonical)
         if sequence_parallel and tp_size > 1:
             captured, plan = shard_sequence(captured, plan, sharded.canonical)

@@ -301,7 +301,8 @@ def _share(graph: fx.Graph, cut: Container[str], tp_size: int) -> frozenset[str]
     reads: dict[bool, dict[str, list[tuple[fx.Node, fx.Node]]]] = {True: {}, False: {}}
     for node in list(graph.nodes):
         if node.op == "output":
-            _check_outputs(node, kinds)
+            if tp_size > 1:
+                _check_outputs(node, kinds)
             continue
         if kinds[node] is Kind.FREE:
             continue

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxbraid import batch as batches
+from fxbraid import outputs
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import TP_GATHER, TP_MAX, TP_SCATTER
 from fxbraid.passes.pipeline import Lowered, lower_model
@@ -66,8 +67,7 @@ def forward(
     m: int = 2,
     **options: Any,
 ) -> dict[str, list[Tensor]]:
-    """What ``eval`` returns of ``batch``, by name: one value per TP rank, micro-batches put together; the loss their
-    sum."""
+    """What ``eval`` returns of ``batch``, by (flat) name: one value per TP rank, micro-batches put together."""
     micro = batches.split(batches.normal(batch), m)
     first = {k: v[0] for k, v in micro.items()}
     lowered = lower_model(model, first, n_chunks=n_chunks, tp_size=tp, training=False, **options)
@@ -78,14 +78,10 @@ def forward(
         runner.forward({k: v[i] for k, v in micro.items()} | counts, sorted(lowered.chunks), [])
         for i in range(m)
     ]
+    together = outputs.rules(lowered, rows=batches.batch_size(batch) // m, m=m)
     return {
-        name: [
-            torch.stack([out[k][rank] for out in results]).sum(0)
-            if name == "loss"
-            else torch.cat([out[k][rank] for out in results])
-            for rank in range(tp)
-        ]
-        for k, name in enumerate(lowered.outputs)
+        name: [rule([out[k][rank] for out in results]) for rank in range(tp)]
+        for k, (name, rule) in enumerate(together.items())
     }
 
 
