@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import batch as batches
 from . import schedule as schedules
 from .agree import agree
-from .decide import Order, check_order
+from .arguments import check_model, check_seed, checked
+from .decide import Order
 from .model import BraidedModel, Options
-from .passes.block import COLLECTIVES, TIMING_ONLY, Collectives
+from .passes.block import TIMING_ONLY, Collectives
 from .passes.compile import Compile
 from .passes.errors import BraidError
 from .precision import ambient_autocast, check_grad_dtype, refuse_float16
@@ -116,6 +117,8 @@ def braid(
             differs, every rank names it.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
+    check_model(model)
+    check_seed(seed)
     return _build(Source(model, seed=seed), asked)
 
 
@@ -147,6 +150,7 @@ def from_pretrained(
         fxbraid.BraidError: no checkpoint there, files missing or damaged, shapes that differ, a parameter missing; and
             what :func:`braid` raises.
     """
+    check_seed(options.get("seed", 0))
     join()  # a rank that alone finds no file must not leave the others waiting for it
     seed = options.get("seed", 0)
     source = agreed(lambda: _opened(Path(path), model_class, config, dtype, seed=seed, strict=strict))
@@ -209,10 +213,10 @@ def profile(model: BraidedModel, *, repeats: int = 5, cache: bool = True) -> Pro
 
 def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
     """:func:`braid` with its arguments by name (``asked``), ``model`` replaced by where its tensors come from."""
+    collectives, order = checked(asked)
     example_batch = batches.normal(asked["example_batch"])
     schedule, m = asked["schedule"], asked["n_microbatches"]
     auto = isinstance(schedule, str) and schedule.lower() == "auto"
-    collectives, order = _checked(example_batch, asked, auto=auto)
     check_grad_dtype(asked["grad_dtype"])
     if source.model.training:
         refuse_float16(source.model)
@@ -242,47 +246,6 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
     options = {name: value for name, value in asked.items() if name in names}
     options |= {"collectives": collectives, "order": order, "autocast": ambient_autocast(mesh.device)}
     return BraidedModel(source, example_batch, mesh, chosen, Options(**options))
-
-
-def _checked(batch: Mapping[str, Any], asked: Mapping[str, Any], *, auto: bool) -> tuple[Collectives, Order]:
-    """What can be said of the arguments without asking other ranks; returns ``collectives`` and ``order`` with their
-    defaults put in."""
-    m, max_live, braided = asked["n_microbatches"], asked["max_live"], asked["braided"]
-    _whole("n_microbatches", m)
-    _whole("max_programs", asked["max_programs"])
-    if not (isinstance(asked["bucket_mb"], int | float) and asked["bucket_mb"] > 0):
-        raise BraidError(f"bucket_mb={asked['bucket_mb']!r}: give a size in MiB above 0")
-    if max_live is not None:
-        _whole("max_live", max_live)
-        if not auto:
-            raise BraidError(
-                f'max_live={max_live} bounds what schedule="auto" may choose, and schedule={asked["schedule"]!s} is '
-                'chosen already; leave max_live out, or use schedule="auto"'
-            )
-    batches.split(batch, m)
-    collectives = asked["collectives"]
-    if collectives is None:
-        collectives = "overlap" if braided else "blocking"
-    if collectives not in COLLECTIVES:
-        raise BraidError(f"collectives={collectives!r} is not one of {', '.join(map(repr, COLLECTIVES))}")
-    if collectives == "overlap" and not braided:
-        raise BraidError(
-            'braided=False waits for every collective at once, and collectives="overlap" wants them to overlap; leave '
-            "one of them out"
-        )
-    if asked["regather"] and not asked["sequence_parallel"]:
-        raise BraidError(
-            "regather=True gathers again what sequence_parallel=True has cut, and here nothing is cut; pass both, or "
-            "neither"
-        )
-    if any(not isinstance(v, Tensor) and isinstance(v, list | dict) for v in batch.values()):
-        raise BraidError("example_batch holds a list or dict; give tensors or plain constants")
-    return collectives, check_order(asked["order"], auto=auto)
-
-
-def _whole(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BraidError(f"{name}={value!r}: give a whole number, 1 or more")
 
 
 def _schedule(schedule: str | Schedule, p: int, m: int) -> Schedule:

@@ -40,7 +40,7 @@ class Artefacts:
     """The artefacts of one braid, by key of unit or piece."""
 
     def __init__(self, mode: Compile) -> None:
-        if mode not in ("unit", "block", False):
+        if mode is not False and mode not in ("unit", "block"):
             raise UnsupportedError(
                 f'compile={mode!r}: use "unit" (Inductor per unit), "block" (per block) or False (eager)'
             )

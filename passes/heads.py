@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .adapters import base
 from .errors import PlanError
 from .layout import Section
 from .marks import tp_reduce
@@ -80,15 +81,11 @@ def read_blocks(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> Bl
         children = {
             leaf: styles[f"{name}.{leaf}" if name else leaf]
             for leaf, child in parent.named_children()
-            if is_linear(_base(child)) and (f"{name}.{leaf}" if name else leaf) in styles
+            if is_linear(base(child)) and (f"{name}.{leaf}" if name else leaf) in styles
         }
         if any(style in COLUMNS | ROWS for style in children.values()):
             _read_block(model, name, parent, children, tp_size, result)
     return result
-
-
-def _base(module: nn.Module) -> nn.Module:
-    return getattr(module, "base_layer", module)
 
 
 def _read_block(
@@ -96,9 +93,9 @@ def _read_block(
 ) -> None:
     size = next((n for key in _HEAD_SIZES if isinstance(n := getattr(parent, key, None), int)), None)
     outs = {
-        leaf: _features(_base(parent.get_submodule(leaf)))[1] for leaf, s in children.items() if s in COLUMNS
+        leaf: _features(base(parent.get_submodule(leaf)))[1] for leaf, s in children.items() if s in COLUMNS
     }
-    ins = {leaf: _features(_base(parent.get_submodule(leaf)))[0] for leaf, s in children.items() if s in ROWS}
+    ins = {leaf: _features(base(parent.get_submodule(leaf)))[0] for leaf, s in children.items() if s in ROWS}
     heads = _heads(model, name, parent, outs, size, tp_size)
     gathered = {leaf for leaf, style in children.items() if style in GATHER}
     split = {leaf for leaf, style in children.items() if style in SPLIT}
@@ -198,7 +195,7 @@ def _cut_norms(
     """Norms between gathered projections and split ones: can they work on the rank's own heads?"""
     found: dict[str, tuple[Section, ...]] = {}
     for leaf, child in parent.named_children():
-        if is_linear(_base(child)):
+        if is_linear(base(child)):
             continue
         weights = list(child.parameters())
         if not weights:

@@ -44,7 +44,7 @@ from .trace import trace
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
 from .vocab import Wanted, input_weights, shard_vocabulary
-from .vocab_check import Checks
+from .vocab_check import Checks, read_checks
 from .whole import check_whole
 
 
@@ -110,6 +110,7 @@ def lower_model(
         if training:
             captured = loss_alone(captured)
         normalised = normalise_loss(captured, loss_reduction=loss_reduction)
+        checks = read_checks(normalised.captured)
         vocabulary = shard_vocabulary(
             normalised.captured,
             sharded.plan,
@@ -149,7 +150,7 @@ def lower_model(
         canonical=sharded.canonical,
         constants=captured.constants,
         vocabulary=vocabulary.names,
-        checks=vocabulary.checks,
+        checks=checks,
     )
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ..compat import FakeTensorMode
+from . import adapters
 from . import styles as known
 from .errors import PlanError
 from .heads import Blocks, cut_mean, divisors, read_blocks, set_local
@@ -176,7 +177,7 @@ def _draft(model: nn.Module, *, tp_size: int, tp_plan: str | Mapping[str, str]) 
         _match_parameters(model, patterns, draft)
         draft.blocks = read_blocks(model, draft.modules, tp_size)
         draft.modules |= draft.blocks.styles
-        _adapters(model, draft)
+        adapters.follow(model, draft.modules, draft.blocks.sections)
         draft.notes += draft.blocks.notes.values()
     except PlanError:
         if tp_size > 1:
@@ -275,8 +276,7 @@ def _match_modules(model: nn.Module, patterns: Mapping[str, str], draft: _Draft)
             draft.notes.append(f"{name}: style {style} is kept replicated, on whole sequences")
         if style in known.WHOLE:
             continue
-        linear = getattr(module, "base_layer", module)
-        if style not in known.FORWARD_ONLY and not known.is_linear(linear):
+        if style not in known.FORWARD_ONLY and not known.is_linear(adapters.base(module)):
             raise PlanError(f"style {style!r} wants nn.Linear, but module {name} is {type(module).__name__}")
         draft.modules[name] = style
 
@@ -284,7 +284,7 @@ def _match_modules(model: nn.Module, patterns: Mapping[str, str], draft: _Draft)
 def _output_heads(model: nn.Module) -> set[int]:
     get = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
-    return {id(head), id(getattr(head, "base_layer", head))} if head is not None else set()
+    return {id(head), id(adapters.base(head))} if head is not None else set()
 
 
 def _match_parameters(model: nn.Module, patterns: Mapping[str, str], draft: _Draft) -> None:
@@ -307,26 +307,6 @@ def _match_parameters(model: nn.Module, patterns: Mapping[str, str], draft: _Dra
                 f"name the module, {owner}"
             )
         draft.params[name] = style
-
-
-def _adapters(model: nn.Module, draft: _Draft) -> None:
-    """LoRA adapters follow the linear that they wrap: B is cut with a column-parallel one, A with a row-parallel one;
-    the other of the two is whole, and its gradient a part (pass ``settle``)."""
-    for name, style in list(draft.modules.items()):
-        module = model.get_submodule(name)
-        if not hasattr(module, "base_layer"):
-            continue
-        if style not in ("colwise", "packed_colwise", "rowwise"):
-            raise PlanError(f"module {name} carries an adapter, which style {style!r} does not support")
-        del draft.modules[name]
-        sections = draft.blocks.sections.pop(name, None)
-        followers = [f"{name}.base_layer"]
-        inner: Any = module.lora_B if style in known.COLUMNS else module.lora_A
-        followers += [f"{name}.{'lora_B' if style in known.COLUMNS else 'lora_A'}.{leaf}" for leaf in inner]
-        for follower in followers:
-            draft.modules[follower] = style
-            if sections is not None:
-                draft.blocks.sections[follower] = sections
 
 
 # -- the traceable copy ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .. import compat
+from . import adapters
 from .apart import taken_apart
 from .capture import Captured, capture, merge
 from .cuts import Finding
@@ -50,6 +51,12 @@ class _Tracer:
             whole=whole,
         )
         return sharded, capture(sharded.module, self.inputs, fake_mode=self.fake_mode)
+
+    def without_adapters(self) -> Captured:
+        """The graph at full size, each adapted module running what it adapts alone."""
+        sharded = shard(self.model, tp_size=1, tp_plan={}, fake_mode=self.fake_mode, device=self.device)
+        adapters.set_aside(sharded.module)
+        return capture(sharded.module, self.inputs, fake_mode=self.fake_mode)
 
     def traces_whole(self) -> bool:
         try:
@@ -169,7 +176,7 @@ def _noted(sharded: Sharded, notes: list[str]) -> Sharded:
 def _inferred(tracer: _Tracer, tp_size: int) -> Traced:
     """With the plan that follows from the graph; where that fails for what lies in attention, without attention."""
     name = type(tracer.model).__name__
-    found = infer_plan(merge(tracer.once(1, {}, {})[1]).graph_module.graph)
+    found = _wrapped(infer_plan(merge(tracer.without_adapters()).graph_module.graph))
     if not found.patterns:
         raise PlanError(
             f"{name} has no tensor-parallel plan (model._tp_plan), and none follows from its graph "
@@ -187,6 +194,17 @@ def _inferred(tracer: _Tracer, tp_size: int) -> Traced:
             raise _does_not_run(name, found, error) from error
 
 
+def _wrapped(found: Inferred) -> Inferred:
+    """The same for the modules as the model has them, adapters around them or not."""
+    patterns = {adapters.without_base(pattern): style for pattern, style in found.patterns.items()}
+    return replace(
+        found,
+        patterns=patterns,
+        attention=frozenset(map(adapters.without_base, found.attention)),
+        groups=tuple(frozenset(map(adapters.without_base, group)) for group in found.groups),
+    )
+
+
 def _with(tracer: _Tracer, tp_size: int, found: Inferred) -> Traced:
     """Without the linears between which the ranks would compute something else."""
     while True:
@@ -194,7 +212,7 @@ def _with(tracer: _Tracer, tp_size: int, found: Inferred) -> Traced:
         findings = _compared(tracer, found.patterns, sharded, captured)
         if not findings:
             return _noted(sharded, [*found.notes, *found.left]), captured
-        rest = found.without({f.owner: f.text for f in reversed(findings)})
+        rest = found.without({adapters.without_base(f.owner): f.text for f in reversed(findings)})
         if not rest.patterns or rest.patterns == found.patterns:
             raise PlanError(_sentence(findings))
         found = rest

@@ -30,7 +30,6 @@ from .capture import Captured
 from .errors import PlanError
 from .layout import ParamShard, TpPlan
 from .settle import TP_RANK
-from .vocab_check import Check, Checks, check_graph
 from .vocab_graph import (
     EMBEDDING,
     LINEAR,
@@ -66,12 +65,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The result. ``names``: first names of the parameters that are cut; ``checks``: what a batch must satisfy."""
+    """The result. ``names``: first names of the parameters that are cut."""
 
     captured: Captured
     plan: TpPlan
     names: frozenset[str] = frozenset()
-    checks: Checks = field(default_factory=Checks)
 
 
 @dataclass(slots=True)
@@ -111,8 +109,8 @@ def shard_vocabulary(
     if not names:
         return Vocabulary(captured, replace(plan, notes=notes))
     planned = _planned(plan, found, names | (wanted.names or frozenset()), canonical, notes)
-    checks = _rewrite(captured, found, names, plan, canonical, fake_mode)
-    return Vocabulary(captured, planned, names, checks)
+    _rewrite(captured, found, names, plan, canonical, fake_mode)
+    return Vocabulary(captured, planned, names)
 
 
 def input_weights(model: nn.Module, canonical: Mapping[str, str]) -> frozenset[str]:
@@ -283,32 +281,27 @@ def _rewrite(
     plan: TpPlan,
     canonical: Mapping[str, str],
     fake_mode: FakeTensorMode,
-) -> Checks:
+) -> None:
     module = captured.graph_module
     rank = _rank(module, fake_mode)
-    checks: list[Check] = []
     for alias in {str(n.target) for n in module.graph.find_nodes(op="get_attr")}:
         name = canonical.get(alias)
         if name in names:
             _cut(module, alias, _shard(plan, name), fake_mode)  # type: ignore[arg-type]
     for node, name in found.lookups.items():
         if name in names:
-            checks.append(Check(node.args[1], found.sizes[name], None))  # type: ignore[arg-type]
             shard_lookup(node, rank)
     for head, region in found.heads.items():
         if canonical[str(head.all_input_nodes[1].target)] not in names:
             continue
         localise(region)
         for loss in region.losses:
-            ignored = int(argument(loss, 4, "ignore_index", -100))
-            checks.append(Check(loss.args[1], region.vocab, ignored))  # type: ignore[arg-type]
             shard_loss(loss, rank, region.vocab)
         for value, reader in region.others:
             whole = gather_columns(value, reader, rank, plan.tp_size, region.vocab)
             reader.replace_input_with(value, whole)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return check_graph(captured, checks)
 
 
 def _rank(module: fx.GraphModule, fake_mode: FakeTensorMode) -> fx.Node:

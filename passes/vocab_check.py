@@ -1,8 +1,9 @@
-"""What a batch must satisfy before a sharded vocabulary sees it: every token and every label lies inside.
+"""What a batch must satisfy before a model sees it: every token and every label lies inside of the vocabulary.
 
-A lookup that no rank has a row for would be zero, and a label that no rank has a column for would count as a logit of
-zero, both in silence: torch's own operators raise an ``IndexError`` there. So the values are looked at where every rank
-has them, on the host, before the first collective of a step.
+On a sharded vocabulary a lookup that no rank has a row for would be zero, and a label that no rank has a column for
+would count as a logit of zero, both in silence; on a whole one torch raises an ``IndexError`` in mid-step, on one rank,
+while the others wait. So the values are looked at where every rank has them, on the host, before the first collective
+of a step.
 """
 
 from __future__ import annotations
@@ -42,22 +43,24 @@ _SAME = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``node``: token ids or labels, of ``vocab`` entries; ``ignored``: a label that counts for nothing, None for
-    token ids."""
+    """``node``: rows of ``table``, or labels (``table`` is empty), of ``vocab`` entries; ``ignored``: a label that counts
+    for nothing, None for rows."""
 
     node: fx.Node
     vocab: int
     ignored: int | None
+    table: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """``source``: the input whose values the checked ones are, None where they are computed; ``limits`` as in
+    """``source``: the input whose values the checked ones are, None where they are computed; the rest as in
     :class:`Check`."""
 
     source: str | None
     vocab: int
     ignored: int | None
+    table: str
 
     def bad(self, values: Tensor) -> Tensor:
         """The values that are no entries of the vocabulary."""
@@ -99,9 +102,26 @@ class Checks:
         return not isinstance(value, Tensor) or rule.bad(value).numel() > 0
 
 
-def check_graph(captured: Captured, checks: Iterable[Check]) -> Checks:
-    """The checks of values that follow from the inputs alone; others are the model's own business."""
-    wanted = [c for c in checks if not any(n.op == "get_attr" for n in ancestors([c.node]))]
+def read_checks(captured: Captured) -> Checks:
+    """The checks of every lookup in a parameter and every cross entropy of ``captured``, at full vocabulary, whose rows
+    or labels follow from the inputs alone; others are the model's own business."""
+    graph = captured.graph_module.graph
+    checks = []
+    for node in graph.nodes:
+        if node.target is aten.embedding.default and node.args[0].meta.get("is_parameter"):
+            weight = node.args[0]
+            checks.append(Check(node.args[1], int(weight.meta["val"].shape[0]), None, str(weight.target)))
+        elif node.target is aten.cross_entropy_loss.default:
+            logits, labels = (n.meta["val"] for n in node.args[:2])
+            ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
+            if not labels.is_floating_point():
+                checks.append(Check(node.args[1], int(logits.shape[min(logits.ndim, 2) - 1]), int(ignored)))
+    return _check_graph(captured, checks)
+
+
+def _check_graph(captured: Captured, checks: Iterable[Check]) -> Checks:
+    found = {c: {n.op for n in ancestors([c.node])} for c in dict.fromkeys(checks)}
+    wanted = [c for c, kinds in found.items() if "placeholder" in kinds and "get_attr" not in kinds]
     if not wanted:
         return Checks()
     graph = fx.Graph()
@@ -119,7 +139,7 @@ def check_graph(captured: Captured, checks: Iterable[Check]) -> Checks:
                 lambda a: torch.device("cpu") if isinstance(a, torch.device) else a,
             )  # type: ignore[misc, assignment]
     graph.output(tuple(env[c.node] for c in wanted))
-    rules = tuple(_Rule(_source(c), c.vocab, c.ignored) for c in wanted)
+    rules = tuple(_Rule(_source(c), c.vocab, c.ignored, c.table) for c in wanted)
     inputs = tuple(str(n.target) for n in graph.find_nodes(op="placeholder"))
     return Checks(rules, inputs, fx.GraphModule({}, graph))
 
@@ -140,10 +160,11 @@ def _host(value: object) -> object:
 
 
 def _text(rule: _Rule, value: int, index: int) -> str:
-    what = "token id" if rule.ignored is None else "label"
+    tokens = rule.ignored is not None or rule.source in ("input_ids", None)
+    what = "label" if rule.ignored is not None else "token id" if tokens else "index"
     where = f"{rule.source} holds the {what}" if rule.source is not None else f"the model reads the {what}"
     ignored = f", and {rule.ignored} is ignored" if rule.ignored is not None else ""
     return (
-        f"{where} {value} in micro-batch {index}, but the vocabulary has {rule.vocab} entries (0 to "
-        f"{rule.vocab - 1}){ignored}; correct the batch, or resize the model's embeddings"
+        f"{where} {value} in micro-batch {index}, but {'the vocabulary' if tokens else rule.table} has {rule.vocab} entries "
+        f"(0 to {rule.vocab - 1}){ignored}; correct the batch, or resize the model's embeddings"
     )

@@ -47,6 +47,34 @@ from .tiny import batch, qwen2
         ({"order": Profile({}, all_reduce=LinkTime(-1.0, 1e9))}, "of all-reduces is no link"),
         ({"order": Profile({}, messages={(0, 1): LinkTime(0.0, math.nan)})}, "of messages 0-1 is no link"),
         ({"order": Profile({}, contention=math.nan)}, "contention is nan"),
+        ({"sequence_parallel": "yes"}, "sequence_parallel='yes': give True or False"),
+        ({"reproducible": "no"}, "reproducible='no': give True or False"),
+        ({"braided": 1}, "braided=1: give True or False"),
+        ({"regather": None}, "regather=None: give True or False"),
+        ({"vocab_parallel": 3}, "vocab_parallel=3: use True, False or 'auto'"),
+        ({"vocab_parallel": 1}, "vocab_parallel=1: use True"),
+        ({"loss_reduction": "max"}, "loss_reduction='max': use 'auto', 'sum' or 'mean'"),
+        ({"loss_reduction": None}, "loss_reduction=None"),
+        ({"compile": "yes"}, "compile='yes': use \"unit\""),
+        ({"compile": True}, "compile=True: use \"unit\""),
+        ({"compile": ["unit"]}, "compile="),
+        ({"collectives": ["overlap"]}, r"collectives=\['overlap'\] is not one of"),
+        ({"tp_plan": 5}, "tp_plan=5: use \"auto\", or a dict of module patterns"),
+        ({"tp_plan": "mine"}, "tp_plan='mine': use \"auto\""),
+        ({"tp_plan": {"layers.*.up": 3}}, r"tp_plan=\{'layers.*.up': 3\}: use"),
+        ({"split": "3"}, "split='3': use \"auto\", or a list with the layers of each chunk"),
+        ({"split": 3}, "split=3: use"),
+        ({"split": []}, r"split=\[\]: use"),
+        ({"split": [2, "2"]}, "layers in split='2': give a whole number"),
+        ({"split": [4, 0]}, "layers in split=0: give a whole number"),
+        ({"max_programs": "many"}, "max_programs='many': give a whole number"),
+        ({"max_programs": None}, "max_programs=None"),
+        ({"seed": "x"}, "seed='x': give a whole number of 64 bits"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"tp_size": "2"}, "tp_size='2': give a whole number"),
+        ({"pp_size": True}, "pp_size=True: give a whole number"),
+        ({"device_mesh": (1, 1)}, r"device_mesh=\(1, 1\): give a DeviceMesh"),
+        ({"schedule": 7}, "schedule=7: give the name of one"),
     ],
 )
 def test_arguments_are_checked_before_anything_is_traced(
@@ -55,6 +83,16 @@ def test_arguments_are_checked_before_anything_is_traced(
     monkeypatch.setattr("fxbraid.model.lower_model", lambda *_, **__: pytest.fail("it was traced"))
     with pytest.raises(BraidError, match=words):
         fxbraid.braid(qwen2(), batch(4), **{"n_microbatches": 2, "compile": False, **options})
+
+
+def test_what_is_no_model_and_no_batch_is_said() -> None:
+    with pytest.raises(BraidError, match=r"model is of type str; give a torch\.nn\.Module"):
+        fxbraid.braid("qwen2", batch(4), n_microbatches=2)  # type: ignore[arg-type]
+    for wrong in ([batch(4)], torch.zeros(4, 16), {1: torch.zeros(4)}):
+        with pytest.raises(BraidError, match="give a dict of the model's keyword arguments"):
+            fxbraid.braid(qwen2(), wrong, n_microbatches=2)  # type: ignore[arg-type]
+    with pytest.raises(BraidError, match="seed='x': give a whole number"):
+        fxbraid.from_pretrained("nowhere", batch(4), n_microbatches=2, seed="x")
 
 
 @pytest.mark.parametrize("most", [0, 2.5, True])
