@@ -83,5 +83,5 @@ def set_aside(model: nn.Module) -> None:
 
 
 def without_base(pattern: str) -> str:
-    """The pattern of an adapted module, from that of what it adapts."""
-    return pattern.removesuffix(f".{_BASE}")
+    """The pattern of an adapted module, or a parameter's name, from that of what it adapts."""
+    return pattern.replace(f".{_BASE}.", ".").removesuffix(f".{_BASE}")

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from .capture import Captured
 from .cost import flops
@@ -62,16 +62,24 @@ class Partition:
     read_in: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
-def partition(captured: Captured, n_chunks: int, *, split: str | Sequence[int] = "auto") -> Partition:
+def partition(
+    captured: Captured,
+    n_chunks: int,
+    *,
+    split: str | Sequence[int] = "auto",
+    keyed: Mapping[str, tuple[str, int]] | None = None,
+) -> Partition:
     """Cut into ``n_chunks``. ``split``: "auto" balances FLOPs, embedding and head included; or the number of
-    layers of each chunk.
+    layers of each chunk. ``keyed``: the layers that have a name in place of a number (:func:`keyed_layers`); they count
+    where too few have a number.
 
     Raises :class:`PartitionError` for fewer layers than chunks, a split that does not add up, or a value that
     would have to skip a chunk.
     """
     graph = captured.graph_module.graph
     live = _live(graph)
-    segment, n_layers = _segments(graph, live)
+    container = _container(graph, live, n_chunks, keyed or {})
+    segment, n_layers = _segments(graph, live, container)
     if n_layers < n_chunks:
         raise PartitionError(
             f"the model has {n_layers} layers, fewer than the {n_chunks} chunks that the schedule cuts it into; "
@@ -115,37 +123,80 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
     return weights & given
 
 
-def _layer_paths(node: fx.Node) -> list[tuple[str, int]]:
-    """(container, index) for every numbered module around the node, outermost first."""
-    found = []
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-        match = re.fullmatch(r"(.*?)\.?(\d+)", path)
-        if match:
-            found.append((match.group(1), int(match.group(2))))
+def keyed_layers(model: nn.Module) -> dict[str, tuple[str, int]]:
+    """Path -> (container, position) of the children of every ``nn.ModuleDict`` whose children are of one type."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleDict) and len({type(child) for child in module.values()}) == 1:
+            for i, key in enumerate(module):
+                found[f"{path}.{key}" if path else key] = path, i
     return found
 
 
-def _segments(graph: fx.Graph, live: set[fx.Node]) -> tuple[dict[fx.Node, int], int]:
-    """Layer index of every live node: -1 before the first layer, n after the last."""
+_Places = Callable[[fx.Node], list[tuple[str, int]]]
+
+
+def _numbered(node: fx.Node) -> list[tuple[str, int]]:
+    """(container, index) for every numbered module around the node, outermost first."""
+    matches = (re.fullmatch(r"(.*?)\.?(\d+)", path) for path in _paths(node))
+    return [(match.group(1), int(match.group(2))) for match in matches if match]
+
+
+def _paths(node: fx.Node) -> list[str]:
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """The module that holds the layers. ``order``: index -> number of the layer; ``places``: of a node in containers."""
+
+    name: str
+    order: Mapping[int, int]
+    places: _Places
+
+
+def _container(
+    graph: fx.Graph, live: set[fx.Node], n_chunks: int, keyed: Mapping[str, tuple[str, int]]
+) -> _Container:
+    """The one that most is computed in: of numbered layers, or of named ones where those are more than too few."""
+    found = _heaviest(graph, live, _numbered)
+    if found is None or len(found.order) < n_chunks:
+        named = _heaviest(graph, live, lambda node: [keyed[path] for path in _paths(node) if path in keyed])
+        found = named if named is not None and (found is None or len(named.order) >= n_chunks) else found
+    if found is None:
+        tops = sorted({path for node in live for path in _paths(node) if path and "." not in path})
+        raise PartitionError(
+            "no layers were found in the traced model, and fxbraid cuts between layers: modules with a number "
+            "(model.layers.0, ...; an nn.ModuleList or nn.Sequential), or those of an nn.ModuleDict that are all of one "
+            f"type; this model computes in {', '.join(tops) or 'no module'}"
+        )
+    return found
+
+
+def _heaviest(graph: fx.Graph, live: set[fx.Node], places: _Places) -> _Container | None:
     weight: Counter[str] = Counter()
     indices: dict[str, set[int]] = {}
     for node in graph.nodes:
         if node in live and node.op == "call_function":
-            for container, index in _layer_paths(node)[:1]:
+            for container, index in places(node)[:1]:
                 weight[container] += max(flops(node), 1)
                 indices.setdefault(container, set()).add(index)
     if not weight:
-        raise PartitionError(
-            "no numbered layers (model.layers.0, ...) were found in the traced model; fxbraid cuts between layers"
-        )
-    container = max(weight, key=lambda name: weight[name])
-    order = {index: i for i, index in enumerate(sorted(indices[container]))}
-    n_layers = len(order)
+        return None
+    name = max(weight, key=lambda name: weight[name])
+    return _Container(name, {index: i for i, index in enumerate(sorted(indices[name]))}, places)
+
+
+def _segments(
+    graph: fx.Graph, live: set[fx.Node], container: _Container
+) -> tuple[dict[fx.Node, int], int]:
+    """Layer index of every live node: -1 before the first layer, n after the last."""
+    n_layers = len(container.order)
     segment: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node not in live or node.op != "call_function":
             continue
-        own = [order[i] for c, i in _layer_paths(node) if c == container]
+        own = [container.order[i] for c, i in container.places(node) if c == container.name]
         before = max((segment[n] for n in node.all_input_nodes if n in segment), default=-1)
         # Outside the layers: with its inputs, and behind the last layer once that has been left.
         segment[node] = max(own[0], before) if own else (before if before < n_layers - 1 else n_layers)

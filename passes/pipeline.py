@@ -35,7 +35,7 @@ from .autocast import write_casts
 from .capture import fake_inputs
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
-from .partition import Partition, partition
+from .partition import Partition, keyed_layers, partition
 from .regather import regather as regather_inputs
 from .sequence import shard_sequence
 from .settle import settle
@@ -125,7 +125,7 @@ def lower_model(
             captured, plan = shard_sequence(captured, plan, sharded.canonical)
     if autocast is not None:
         captured = write_casts(captured, autocast, device)
-    parts = partition(captured, n_chunks, split=split_layers)
+    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model))
     outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}
     for index in range(n_chunks) if only is None else only:
