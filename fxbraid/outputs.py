@@ -59,7 +59,7 @@ def _rule(name: str, node: fx.Node, rows: int, m: int) -> Rule:
 
 def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """``{"hidden_states.0": x, "hidden_states.1": y}`` as ``{"hidden_states": (x, y)}``; an entry that the model left
-    out is None."""
+    out is None, and so is all of it on a rank that has none of it."""
     result: dict[str, Any] = {}
     parts: dict[str, dict[int, dict[str, Any]]] = {}
     for name, value in outputs.items():
@@ -72,5 +72,6 @@ def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:
         result[key] = None  # keeps its place
     for key, entries in parts.items():
         found = {index: nested(entry)[key] for index, entry in entries.items()}
-        result[key] = tuple(found.get(index) for index in range(max(found) + 1))
+        if any(value is not None for value in found.values()):
+            result[key] = tuple(found.get(index) for index in range(max(found) + 1))
     return result

@@ -8,7 +8,8 @@ c - 1 as further placeholders ``boundary_0, ...`` and returns its own, the last 
     loss = head(layer1(x1, m))                x1 = layer0(embed(ids), m)    loss = head(layer1(boundary_0, m))
 
 A value that depends on inputs alone (rotary tables, masks, position ids) is made again in each chunk that reads
-it and never sent. What ``eval`` returns of an earlier chunk (hidden states, router logits) goes along to the last one. ``cut`` marks go where a unit must end without a collective: after the embedding, and between
+it and never sent. In ``eval`` what skips a chunk goes through it, so that the last one returns hidden states and
+router logits of all. ``cut`` marks go where a unit must end without a collective: after the embedding, and between
 layers of a model without TP marks.
 """
 
@@ -68,13 +69,15 @@ def partition(
     *,
     split: str | Sequence[int] = "auto",
     keyed: Mapping[str, tuple[str, int]] | None = None,
+    carry: bool = False,
 ) -> Partition:
     """Cut into ``n_chunks``. ``split``: "auto" balances FLOPs, embedding and head included; or the number of
     layers of each chunk. ``keyed``: the layers that have a name in place of a number (:func:`keyed_layers`); they count
-    where too few have a number.
+    where too few have a number. ``carry``: what skips a chunk, outputs included, goes through it (for ``eval``: in
+    training it would be kept by every chunk on the way).
 
-    Raises :class:`PartitionError` for fewer layers than chunks, a split that does not add up, or a value that
-    would have to skip a chunk.
+    Raises :class:`PartitionError` for fewer layers than chunks, a split that does not add up, or, without ``carry``, a
+    value that would have to skip a chunk.
     """
     graph = captured.graph_module.graph
     live = _live(graph)
@@ -97,7 +100,8 @@ def partition(
 
     _insert_cuts(graph, live, segment)
     owner = {node: chunk_of(node) for node in graph.nodes if node in live and node.op == "call_function"}
-    _carry_outputs(captured, owner, n_chunks)
+    if carry:
+        _carry(graph, owner, n_chunks - 1)
     entering = [_crossing(graph, owner, c - 1) if c else [] for c in range(n_chunks)]
     grads = _with_gradient(captured, entering)
     chunks = tuple(
@@ -285,22 +289,20 @@ def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int
         live.add(mark)
 
 
-def _carry_outputs(captured: Captured, owner: dict[fx.Node, int], n_chunks: int) -> None:
-    """Hand outputs that are made early on from chunk to chunk: the last one returns them all. (Not the loss: where
-    that is made, its gradient begins.)"""
-    graph = captured.graph_module.graph
-    output = graph.output_node()
-    values = []
-    for name, made in zip(captured.outputs, output.args[0], strict=True):  # type: ignore[arg-type]
-        node: fx.Node = made  # type: ignore[assignment]
-        for index in range(owner.get(node, n_chunks) + 1, n_chunks) if name != "loss" else ():
-            val = node.meta["val"]
-            with graph.inserting_before(output):
-                node = graph.call_function(torch.ops.aten.clone.default, (node,))
-            node.meta["val"] = val
-            owner[node] = index
-        values.append(node)
-    output.args = (tuple(values),)
+def _carry(graph: fx.Graph, owner: dict[fx.Node, int], last: int) -> None:
+    """Hand what is read in a later chunk than the next one on from chunk to chunk, and outputs to the ``last`` one."""
+    for node in [n for n in graph.nodes if n in owner]:
+        readers = {user: owner.get(user, last + 1) for user in node.users}
+        here = node
+        for index in range(owner[node] + 1, max(readers.values(), default=0)):
+            with graph.inserting_after(here):
+                there = graph.call_function(torch.ops.aten.clone.default, (here,))
+            there.meta["val"] = node.meta["val"]
+            owner[there] = index
+            for user, at in readers.items():
+                if at > index:
+                    user.replace_input_with(here, there)
+            here = there
 
 
 def _with_gradient(captured: Captured, entering: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:

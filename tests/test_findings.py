@@ -204,8 +204,62 @@ def test_outputs_of_every_shape() -> None:
     without = {k: v for k, v in batch(4).items() if k != "labels"}
     with pytest.raises(UnsupportedError, match="returns no loss"):
         braided.step(**without)
-    with pytest.raises(PartitionError, match="hidden_states"):
-        braid(model.eval(), batch(4))(**batch(4))
+    out = braid(model.eval(), batch(4))(**batch(4))
+    wanted = model(**batch(4))
+    assert len(out.hidden_states) == len(wanted.hidden_states) == 5
+    for mine, theirs in zip(out.hidden_states, wanted.hidden_states, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_by_name_and_models_without_any() -> None:
+    class Named(Toy):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})  # type: ignore[assignment]
+
+        def body(self, x: Tensor) -> Tensor:
+            for name in self.layers:
+                x = self.layers[name](x).tanh()  # type: ignore[call-overload]
+            return x
+
+    class One(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Linear(6, 6)  # type: ignore[assignment]
+
+        def body(self, x: Tensor) -> Tensor:
+            return self.layers(x)  # type: ignore[no-any-return]
+
+    for names in (("first", "second", "third"), ("b1", "a2"), ("0", "1", "2")):
+        assert_parity(Named(*names), data())
+    with pytest.raises(PartitionError, match=r"no layers were found .*nn\.ModuleDict .* computes in layers"):
+        braid(One(), data())
+
+
+def test_a_penalty_on_weights_that_are_cut_is_refused() -> None:
+    from .test_zoo import PLAN, Blocks, assert_exact
+
+    class Penalised(Blocks):
+        def __init__(self, penalty: Callable[[Any], Tensor]) -> None:
+            super().__init__(lambda m, x, la: la["down"](la["up"](x).tanh()))
+            self.penalty = penalty
+
+        def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+            return {"loss": super().forward(input_ids, labels)["loss"] + 0.1 * self.penalty(self)}
+
+    given = batch(4, mask=False)
+    penalties: list[tuple[str, Callable[[Any], Tensor]]] = [
+        (r"linalg_vector_norm\.default\) from layers\.0\.up\.weight", lambda m: m.layers[0]["up"].weight.norm()),
+        (r"layers\.1\.down\.weight", lambda m: (m.layers[1]["down"].weight @ m.layers[1]["down"].weight.T).trace()),
+        (r"layers\.0\.up\.bias", lambda m: sum(p.square().mean() for p in m.parameters() if p.ndim == 1)),
+    ]
+    for words, penalty in penalties:
+        model = Penalised(penalty)
+        assert_exact(model, given, tp=1, tp_plan=PLAN)
+        with pytest.raises(PlanError, match=rf"{words}.*cuts into 2 parts.*Leave layers.*out of tp_plan"):
+            assert_exact(model, given, tp=2, tp_plan=PLAN)
+    # Of what is whole on every rank, and of the vocabulary, which then stays whole, it is right.
+    assert_exact(Penalised(lambda m: m.scale.norm() + m.embed.weight.square().sum()), given, tp=2, tp_plan=PLAN)
 
 
 def test_a_trace_inside_no_grad_still_has_gradients() -> None:
