@@ -100,7 +100,9 @@ def _kinds(asked: Mapping[str, Any]) -> None:
 
 def _plan_and_split(asked: Mapping[str, Any]) -> None:
     plan, split = asked["tp_plan"], asked["split"]
-    styles = isinstance(plan, Mapping) and all(isinstance(text, str) for pair in plan.items() for text in pair)
+    styles = isinstance(plan, Mapping) and all(
+        isinstance(text, str) for pair in plan.items() for text in pair
+    )
     if plan != "auto" and not styles:
         raise BraidError(
             f'tp_plan={plan!r}: use "auto", or a dict of module patterns to styles: {{"layers.*.up": "colwise", ...}}'

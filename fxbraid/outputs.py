@@ -50,8 +50,8 @@ def _rule(name: str, node: fx.Node, rows: int, m: int) -> Rule:
     if not shape or shape[0] % rows:
         what = "one number" if not shape else f"of shape {shape}"
         raise UnsupportedError(
-            f"the model's output {name!r} is {what} for a micro-batch of {rows} rows, and fxbraid can't tell what it is "
-            f"for the batch of {m} micro-batches; leave it out of what the model returns, or braid() with "
+            f"the model's output {name!r} is {what} for a micro-batch of {rows} rows, and fxbraid can't tell what it "
+            f"is for the batch of {m} micro-batches; leave it out of what the model returns, or braid() with "
             "n_microbatches=1 for eval"
         )
     return lambda values: torch.cat(list(values))

@@ -44,8 +44,8 @@ def follow(
         why = _refusal(module, style)
         if why is not None:
             raise PlanError(
-                f"module {name} carries an adapter ({type(module).__module__.rpartition('.')[0]}) that can't be cut over "
-                f"the tensor-parallel ranks: {why}. Adapt with plain LoRA, leave {name} and the linears that it works "
+                f"module {name} carries an adapter ({type(module).__module__.rpartition('.')[0]}) that can't be cut "
+                f"over the tensor-parallel ranks: {why}. Adapt with plain LoRA, leave {name} and the linears that it works "
                 "with out of tp_plan, or use tp_size=1"
             )
         del styles[name]
@@ -64,7 +64,9 @@ def _refusal(module: nn.Module, style: str) -> str | None:
         return "it is no pair of linears, lora_A and lora_B"
     variants = sorted({type(v).__name__ for v in dict(getattr(module, "lora_variant", None) or {}).values()})
     if variants or any(dict(getattr(module, "use_dora", None) or {}).values()):
-        return f"it is a variant of LoRA ({', '.join(variants) or 'DoRA'}) that reads the whole weight or input"
+        return (
+            f"it is a variant of LoRA ({', '.join(variants) or 'DoRA'}) that reads the whole weight or input"
+        )
     if style not in _CUT:
         return f"the plan's style {style!r} gathers or splits what the adapter works on"
     return None

@@ -152,7 +152,7 @@ def _paths(node: fx.Node) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """The module that holds the layers. ``order``: index -> number of the layer; ``places``: of a node in containers."""
+    """What holds the layers. ``order``: index -> number of the layer; ``places``: of a node in containers."""
 
     name: str
     order: Mapping[int, int]
@@ -171,8 +171,8 @@ def _container(
         tops = sorted({path for node in live for path in _paths(node) if path and "." not in path})
         raise PartitionError(
             "no layers were found in the traced model, and fxbraid cuts between layers: modules with a number "
-            "(model.layers.0, ...; an nn.ModuleList or nn.Sequential), or those of an nn.ModuleDict that are all of one "
-            f"type; this model computes in {', '.join(tops) or 'no module'}"
+            "(model.layers.0, ...; an nn.ModuleList or nn.Sequential), or those of an nn.ModuleDict that are all of "
+            f"one type; this model computes in {', '.join(tops) or 'no module'}"
         )
     return found
 
@@ -191,9 +191,7 @@ def _heaviest(graph: fx.Graph, live: set[fx.Node], places: _Places) -> _Containe
     return _Container(name, {index: i for i, index in enumerate(sorted(indices[name]))}, places)
 
 
-def _segments(
-    graph: fx.Graph, live: set[fx.Node], container: _Container
-) -> tuple[dict[fx.Node, int], int]:
+def _segments(graph: fx.Graph, live: set[fx.Node], container: _Container) -> tuple[dict[fx.Node, int], int]:
     """Layer index of every live node: -1 before the first layer, n after the last."""
     n_layers = len(container.order)
     segment: dict[fx.Node, int] = {}

@@ -43,8 +43,8 @@ _SAME = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """``node``: rows of ``table``, or labels (``table`` is empty), of ``vocab`` entries; ``ignored``: a label that counts
-    for nothing, None for rows."""
+    """``node``: rows of ``table``, or labels (``table`` is empty), of ``vocab`` entries; ``ignored``: a label that
+    counts for nothing, None for rows."""
 
     node: fx.Node
     vocab: int
@@ -163,8 +163,9 @@ def _text(rule: _Rule, value: int, index: int) -> str:
     tokens = rule.ignored is not None or rule.source in ("input_ids", None)
     what = "label" if rule.ignored is not None else "token id" if tokens else "index"
     where = f"{rule.source} holds the {what}" if rule.source is not None else f"the model reads the {what}"
+    table = "the vocabulary" if tokens else rule.table
     ignored = f", and {rule.ignored} is ignored" if rule.ignored is not None else ""
     return (
-        f"{where} {value} in micro-batch {index}, but {'the vocabulary' if tokens else rule.table} has {rule.vocab} entries "
-        f"(0 to {rule.vocab - 1}){ignored}; correct the batch, or resize the model's embeddings"
+        f"{where} {value} in micro-batch {index}, but {table} has {rule.vocab} entries (0 to "
+        f"{rule.vocab - 1}){ignored}; correct the batch, or resize the model's embeddings"
     )

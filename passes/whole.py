@@ -39,9 +39,7 @@ def check_whole(captured: Captured, plan: TpPlan, canonical: Mapping[str, str]) 
             )
 
 
-def _check_number(
-    node: fx.Node, kinds: Mapping[fx.Node, Kind], cut: Collection[str], tp_size: int
-) -> None:
+def _check_number(node: fx.Node, kinds: Mapping[fx.Node, Kind], cut: Collection[str], tp_size: int) -> None:
     """``node``: a value with parts on other ranks. A single number that follows from weights alone is refused."""
     val = node.meta.get("val")
     if not isinstance(val, Tensor) or val.ndim or not val.is_floating_point():

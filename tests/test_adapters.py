@@ -67,7 +67,10 @@ def test_adapters_of_turned_linears_in_an_inferred_plan(targets: list[str]) -> N
             lambda: peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]),
             r"peft\.tuners\.ia3\).*no pair of linears",
         ),
-        (lambda: peft.VeraConfig(target_modules=["o_proj"], r=4), r"peft\.tuners\.vera\).*no pair of linears"),
+        (
+            lambda: peft.VeraConfig(target_modules=["o_proj"], r=4),
+            r"peft\.tuners\.vera\).*no pair of linears",
+        ),
     ],
 )
 def test_other_adapters_are_refused_by_name_and_right_on_one_rank(
@@ -75,11 +78,15 @@ def test_other_adapters_are_refused_by_name_and_right_on_one_rank(
 ) -> None:
     model = adapted(llama(), config())
     step(model, tp=1)
-    with pytest.raises(PlanError, match=rf"module .*layers\.0\.self_attn\.o_proj carries .*{words}.*use tp_size=1"):
+    with pytest.raises(
+        PlanError, match=rf"module .*layers\.0\.self_attn\.o_proj carries .*{words}.*use tp_size=1"
+    ):
         step(model)
 
 
 def test_attention_with_such_an_adapter_stays_whole_in_an_inferred_plan() -> None:
     ranks = step(adapted(make(FAMILIES["gpt2"]), lora(["c_attn"], fan_in_fan_out=True, use_dora=True)))
-    assert any("attention stays whole: module" in note and "Dora" in note for note in ranks.lowered.plan.notes)
+    assert any(
+        "attention stays whole: module" in note and "Dora" in note for note in ranks.lowered.plan.notes
+    )
     assert collectives(ranks, Phase.F) == 2

@@ -51,7 +51,9 @@ def worst(got: Any, wanted: Any) -> float:
     if isinstance(wanted, Tensor):
         assert got.shape == wanted.shape
         return float((got - wanted).abs().max())
-    pairs = [(got[k], wanted[k]) for k in wanted] if isinstance(wanted, dict) else zip(got, wanted, strict=True)
+    pairs = (
+        [(got[k], wanted[k]) for k in wanted] if isinstance(wanted, dict) else zip(got, wanted, strict=True)
+    )
     return max(worst(a, b) for a, b in pairs)
 
 
@@ -70,7 +72,9 @@ def test_a_mixture_of_experts_with_its_auxiliary_loss(labels: bool, m: int) -> N
         wanted = wanted_of(model, asked, m)
         got = in_lockstep(model, asked, m=m)
         summed = in_lockstep(model, asked, tp=1, m=m, loss_reduction="sum") if labels else got
-    assert set(got) == set(wanted) == {"aux_loss", "logits", "router_logits"} | ({"loss"} if labels else set())
+    assert (
+        set(got) == set(wanted) == {"aux_loss", "logits", "router_logits"} | ({"loss"} if labels else set())
+    )
     assert worst(got, wanted) <= 1e-12
     assert len(got["router_logits"]) == 2
     # A way of adding up that is the user's leaves the auxiliary loss what it is.
@@ -113,7 +117,9 @@ def test_attentions_are_whole_or_refused() -> None:
     asked = without_labels(output_attentions=True)
     with KeepDouble():
         assert worst(in_lockstep(model, asked, tp=1), wanted_of(model, asked, 2)) <= 1e-12
-        with pytest.raises(PlanError, match=r"output 'attentions\.0' follows from .*k_proj.*output_attentions=False"):
+        with pytest.raises(
+            PlanError, match=r"output 'attentions\.0' follows from .*k_proj.*output_attentions=False"
+        ):
             in_lockstep(model, asked)
 
 
@@ -198,7 +204,12 @@ def evaluate() -> dict[str, Any]:
 def test_two_by_two_ranks() -> None:
     ranks = launch(evaluate, nproc=4, timeout_s=300)
     assert max(found["worst"] for found in ranks) <= 1e-12
-    assert [found["logits"] for found in ranks] == [[True, True], [True, True], [False, False], [False, False]]
+    assert [found["logits"] for found in ranks] == [
+        [True, True],
+        [True, True],
+        [False, False],
+        [False, False],
+    ]
     for found in ranks:
         assert found["said"] == ranks[0]["said"] and len(found["said"]) == 2
         assert "labels holds the label 96 in micro-batch 1" in found["said"][0]

@@ -249,8 +249,14 @@ def test_a_penalty_on_weights_that_are_cut_is_refused() -> None:
 
     given = batch(4, mask=False)
     penalties: list[tuple[str, Callable[[Any], Tensor]]] = [
-        (r"linalg_vector_norm\.default\) from layers\.0\.up\.weight", lambda m: m.layers[0]["up"].weight.norm()),
-        (r"layers\.1\.down\.weight", lambda m: (m.layers[1]["down"].weight @ m.layers[1]["down"].weight.T).trace()),
+        (
+            r"linalg_vector_norm\.default\) from layers\.0\.up\.weight",
+            lambda m: m.layers[0]["up"].weight.norm(),
+        ),
+        (
+            r"layers\.1\.down\.weight",
+            lambda m: (m.layers[1]["down"].weight @ m.layers[1]["down"].weight.T).trace(),
+        ),
         (r"layers\.0\.up\.bias", lambda m: sum(p.square().mean() for p in m.parameters() if p.ndim == 1)),
     ]
     for words, penalty in penalties:
@@ -259,7 +265,9 @@ def test_a_penalty_on_weights_that_are_cut_is_refused() -> None:
         with pytest.raises(PlanError, match=rf"{words}.*cuts into 2 parts.*Leave layers.*out of tp_plan"):
             assert_exact(model, given, tp=2, tp_plan=PLAN)
     # Of what is whole on every rank, and of the vocabulary, which then stays whole, it is right.
-    assert_exact(Penalised(lambda m: m.scale.norm() + m.embed.weight.square().sum()), given, tp=2, tp_plan=PLAN)
+    assert_exact(
+        Penalised(lambda m: m.scale.norm() + m.embed.weight.square().sum()), given, tp=2, tp_plan=PLAN
+    )
 
 
 def test_a_trace_inside_no_grad_still_has_gradients() -> None:

@@ -30,7 +30,11 @@ def gpt2() -> nn.Module:
         ("labels", -1, r"the label -1 in micro-batch 1, .*\(0 to 95\), and -100 is ignored"),
         ("input_ids", VOCAB, "input_ids holds the token id 96 in micro-batch 1"),
         ("input_ids", -100, "the token id -100"),
-        ("position_ids", 24, r"position_ids holds the index 24 in micro-batch 1, but transformer\.wpe\.weight has 24"),
+        (
+            "position_ids",
+            24,
+            r"position_ids holds the index 24 in micro-batch 1, but transformer\.wpe\.weight has 24",
+        ),
     ],
 )
 def test_values_outside_of_a_whole_vocabulary_are_refused_before_anything_runs(
@@ -60,7 +64,10 @@ def test_a_first_label_that_the_loss_never_reads_may_be_anything() -> None:
 def test_tables_that_stay_whole_are_checked_at_any_size() -> None:
     for options in ({"tp_size": 1}, {"tp_size": 2}, {"tp_size": 2, "vocab_parallel": False}):
         rules = lower(qwen2(), **options).checks.rules
-        assert [(r.source, r.vocab, r.ignored) for r in rules] == [("input_ids", 96, None), ("labels", 96, -100)]
+        assert [(r.source, r.vocab, r.ignored) for r in rules] == [
+            ("input_ids", 96, None),
+            ("labels", 96, -100),
+        ]
 
 
 def packed() -> dict[str, Tensor]:

@@ -45,5 +45,17 @@ def test_families(name: str, tp: int, pp: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [f.name for f in CORE])
+def test_families_in_float32(name: str) -> None:
+    base = Case(model=f"zoo:{name}", m=3, steps=3)
+    run([replace(base, schedule=schedule) for schedule in zoo.SCHEDULES])
+
+
+@pytest.mark.slow
+def test_a_pipeline_alone_of_a_model_without_a_plan() -> None:
+    run([Case(model="zoo:gpt2", tp=1, dtype=torch.float64, m=3, schedule=s) for s in zoo.SCHEDULES])
+
+
+@pytest.mark.slow
 def test_experts_compiled() -> None:
     run([Case(model="mixtral", compile="unit", m=2, steps=1, dtype=torch.float64)])
