@@ -45,8 +45,8 @@ def follow(
         if why is not None:
             raise PlanError(
                 f"module {name} carries an adapter ({type(module).__module__.rpartition('.')[0]}) that can't be cut "
-                f"over the tensor-parallel ranks: {why}. Adapt with plain LoRA, leave {name} and the linears that it works "
-                "with out of tp_plan, or use tp_size=1"
+                f"over the tensor-parallel ranks: {why}. Adapt with plain LoRA, leave {name} and the linears that it "
+                "works with out of tp_plan, or use tp_size=1"
             )
         del styles[name]
         own = sections.pop(name, None)
