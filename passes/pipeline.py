@@ -125,9 +125,7 @@ def lower_model(
             captured, plan = shard_sequence(captured, plan, sharded.canonical)
     if autocast is not None:
         captured = write_casts(captured, autocast, device)
-    parts = partition(
-        captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training
-    )
+    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training)
     outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}
     for index in range(n_chunks) if only is None else only:

@@ -50,6 +50,8 @@ from .tiny import batch, qwen2
         ({"sequence_parallel": "yes"}, "sequence_parallel='yes': give True or False"),
         ({"reproducible": "no"}, "reproducible='no': give True or False"),
         ({"braided": 1}, "braided=1: give True or False"),
+        ({"master_weights": "on"}, "master_weights='on': give True or False"),
+        ({"grad_dtype": "float32"}, "grad_dtype='float32': give torch"),
         ({"regather": None}, "regather=None: give True or False"),
         ({"vocab_parallel": 3}, "vocab_parallel=3: use True, False or 'auto'"),
         ({"vocab_parallel": 1}, "vocab_parallel=1: use True"),
