@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -39,6 +39,9 @@ from .source import Source, agreed
 from .state import skeleton, take, uses
 from .timeline import RankTimeline, Timeline
 from .weights import Checkpoint, Loaded
+
+#: Runs one step's blocks: (engine, inputs per micro-batch) -> the last chunk's outputs per micro-batch.
+Run = Callable[[Engine, Mapping[str, Sequence[Tensor]]], list[list[Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,8 @@ class BraidedModel(nn.Module):
         :meth:`write_timeline`. The program runs node by node, which costs the host some microseconds a node."""
         return self._step(batch, recorded=True)
 
-    def _step(self, batch: dict[str, Any], *, recorded: bool) -> Tensor:
+    def _step(self, batch: dict[str, Any], *, recorded: bool, run: Run = Engine.run) -> Tensor:
+        """``run``: the program, or what runs its blocks in its place (:mod:`fxbraid.pippy`), without times then."""
         if not self.training:
             raise BraidError(
                 "step() trains, but the model is in eval mode; call train() first, or model(**batch)"
@@ -172,12 +176,15 @@ class BraidedModel(nn.Module):
         self._gradients.begin()
         with self._no_autocast():
             recording = record(engine, inputs) if recorded else None
-            results = recording.results if recording is not None else engine.run(inputs)
+            results = recording.results if recording is not None else run(engine, inputs)
         self._last = engine
         self._gradients.finish()
         loss = self._share(engine, [values[0] for values in results])
-        self._observed = observed(
-            begun, batch, self._options.collectives, recording, ordered_by=self._ordered_by
+        timed = run is Engine.run
+        self._observed = (
+            observed(begun, batch, self._options.collectives, recording, ordered_by=self._ordered_by)
+            if timed
+            else None
         )
         return loss
 
@@ -326,7 +333,9 @@ class BraidedModel(nn.Module):
     def last_step(self) -> StepMetrics:
         """The last :meth:`step` in numbers: ``print(model.last_step)``. Every rank may ask, or only one."""
         if self._observed is None:
-            raise BraidError("there was no step() yet, so there is nothing to say about it")
+            raise BraidError(
+                "there was no step() yet, or torch's runtime ran it, which leaves no times; call step(**batch)"
+            )
         return self._observed.metrics()
 
     def timeline(self) -> RankTimeline:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx, nn
@@ -135,18 +137,15 @@ class Engine:
         tp_group = mesh.tp_group_name
         if whole and mesh.tp_group is not None:
             tp_group = alias_group(mesh.tp_group)
-        context = BlockContext(
+        self._context = BlockContext(
             chunks=lowered.chunks,
             modules=modules,
             tp_group=tp_group,
             collectives=collectives,
             order=order,
         )
-        self.blocks = Blocks(
-            context,
-            self.meter,
-            (lambda block: compile_block(block, artefacts, state, slots)) if whole else None,
-        )
+        self._compile = (lambda block: compile_block(block, artefacts, state, slots)) if whole else None
+        self.blocks = Blocks(self._context, self.meter, self._compile)
         self.compiled = program(
             schedule,
             mesh.pp_rank,
@@ -163,6 +162,15 @@ class Engine:
     def program(self) -> fx.GraphModule:
         """The rank's program."""
         return self.compiled.graph_module
+
+    @cached_property
+    def quiet_blocks(self) -> Blocks:
+        """The blocks of this rank without their sends, for another runtime than the program's: what would leave the
+        rank is among their outputs."""
+        modules = {
+            name: module for name, module in self._context.modules.items() if not name.startswith("send_")
+        }
+        return Blocks(replace(self._context, modules=modules), self.meter, self._compile)
 
     @property
     def has_last(self) -> bool:
@@ -187,27 +195,32 @@ class Engine:
                 modules[f"send_{phase}{channel.chunk}"] = Send(group, peer, self.outbox)
             else:
                 peer = self.mesh.global_rank(source)
-                layouts = self._layouts(channel)
+                layouts = self.layouts(channel)
                 modules[f"post_{phase}{channel.chunk}"] = Post(group, peer, layouts, self.buffers)
                 modules[f"arrive_{phase}{channel.chunk}"] = Arrive()
         if os.environ.get("FXBRAID_POISON") == "1":
             modules["release"] = Release(self.buffers)
         return modules
 
-    def _layouts(self, channel: Channel) -> list[Layout]:
+    def layouts(self, channel: Channel) -> list[Layout]:
+        """What a message of ``channel`` holds, in order; for channels that end here."""
         joint = self.lowered.chunks[channel.target].joint
         nodes = joint.boundary if channel.phase == "F" else joint.tangents
         return [Layout.of(node.meta["val"]) for node in nodes]
+
+    def check(self, inputs: Mapping[str, Sequence[Tensor]]) -> None:
+        """Raise where a step can't run on ``inputs``."""
+        missing = [n for n in self.compiled.inputs if n != ONE and n not in inputs]
+        if missing:
+            raise BraidError(f"inputs {', '.join(missing)} are missing")
+        check_times(self._units)
 
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Sequence[Tensor]]) -> list[list[Tensor]]:
         """Run the program. ``inputs``: per name, one tensor per micro-batch. Returns the last chunk's outputs per
         micro-batch (empty on ranks without it); gradients are in the slots."""
-        missing = [n for n in self.compiled.inputs if n != ONE and n not in inputs]
-        if missing:
-            raise BraidError(f"inputs {', '.join(missing)} are missing")
+        self.check(inputs)
         args = [self.one if name == ONE else inputs[name] for name in self.compiled.inputs]
-        check_times(self._units)
         self.outbox.forget()
         self.meter.begin()
         try:

@@ -3,7 +3,8 @@
 The text is that of ``torch.distributed.pipelining``'s ``_Action``: ``2F5`` is chunk 2, forward, micro-batch
 5; ``(0F4;1B3)OVERLAP_F_B`` runs a forward and a full backward braided. torch knows only ``OVERLAP_F_B``; the
 other composites extend its suffix in the same way: ``(0F4;1I3)OVERLAP_F_I``, ``OVERLAP_F_W``,
-``OVERLAP_F_F``, ``OVERLAP_I_W`` and ``OVERLAP_F_I_W``.
+``OVERLAP_F_F``, ``OVERLAP_I_W`` and ``OVERLAP_F_I_W``. torch's one suffix is read for all of them, and written where
+it is asked for: its parser takes any actions within the brackets.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Composite:
         suffix = "_".join(part.phase.value for part in self.parts)
         return f"({';'.join(str(part) for part in self.parts)})OVERLAP_{suffix}"
 
+    def for_torch(self) -> str:
+        """The text with the suffix that torch knows, whatever the phases."""
+        return f"({';'.join(str(part) for part in self.parts)}){TORCH_SUFFIX}"
+
     @classmethod
     def parse(cls, text: str) -> Composite:
         """The inverse of ``str``; the parts may stand in any order and are put into the canonical one."""
@@ -81,7 +86,7 @@ class Composite:
             (Action.parse(part) for part in match[1].split(";")), key=lambda part: _RANK[part.phase]
         )
         suffix = "_".join(part.phase.value for part in found)
-        if suffix != match[2]:
+        if f"OVERLAP_{match[2]}" not in (f"OVERLAP_{suffix}", TORCH_SUFFIX):
             raise ScheduleError(
                 f"{text!r} holds the phases {suffix} but says OVERLAP_{match[2]}; let them agree"
             )
@@ -93,6 +98,9 @@ Step = Action | Composite
 
 COMPOSITES = ("FF", "FB", "FI", "FW", "IW", "FIW")
 """The phases of every composite that the executor can run, in the order of its parts."""
+
+TORCH_SUFFIX = "OVERLAP_F_B"
+"""The one composite of torch's grammar."""
 
 _RANK = {Phase.F: 0, Phase.I: 1, Phase.B: 1, Phase.W: 2}
 _ACTION = re.compile(r"(\d+)(F|I|W|B)(\d+)")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fxbraid.schedule.action import Phase, Step, parse_step, parts
+from fxbraid.schedule.action import Composite, Phase, Step, parse_step, parts
 from fxbraid.schedule.errors import ScheduleError
 from fxbraid.schedule.placement import Placement
 
@@ -38,9 +38,14 @@ _COMM = re.compile(r"(\d+)(SEND|RECV)_(F|B)(\d+)")
 _IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
-def write(actions: Iterable[Iterable[Step]]) -> str:
-    """The CSV text of per-rank lists; no cell ever needs quotes."""
-    return "".join(",".join(map(str, row)) + "\n" for row in actions)
+def write(actions: Iterable[Iterable[Step]], *, for_torch: bool = False) -> str:
+    """The CSV text of per-rank lists; no cell ever needs quotes. ``for_torch``: every composite with the suffix that
+    torch's parser knows."""
+
+    def cell(step: Step) -> str:
+        return step.for_torch() if for_torch and isinstance(step, Composite) else str(step)
+
+    return "".join(",".join(map(cell, row)) + "\n" for row in actions)
 
 
 def read(source: str | os.PathLike[str], placement: Placement | None = None) -> tuple[Placement, int, Rows]:

@@ -41,13 +41,13 @@ class Schedule:
         steps = sum(len(row) for row in self.actions)
         return f"{self.name}: p={self.p}, v={self.v} ({self.placement.kind}), m={self.m}, {steps} steps"
 
-    def to_csv(self) -> str:
+    def to_csv(self, *, for_torch: bool = False) -> str:
         """One line per rank, compute only, as torch's ``_PipelineScheduleRuntime._load_csv`` reads it.
 
-        torch's grammar says every action and ``OVERLAP_F_B``; for it, ``unbraid`` a schedule with other
-        composites.
+        ``for_torch``: every composite is called ``OVERLAP_F_B``, the only one of torch's grammar, whatever its parts
+        are. :meth:`from_csv` reads both.
         """
-        return csvfile.write(self.actions)
+        return csvfile.write(self.actions, for_torch=for_torch)
 
     @classmethod
     def from_csv(
