@@ -7,6 +7,7 @@ Checked on torch 2.11, 2.12 and 2.13, between which the signatures of ``_prepare
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
@@ -109,7 +110,7 @@ _READ = {
     "pp_group_size",
     "stage_index_to_group_rank",
 }
-#: What the runtime calls or reads of a stage: a stage of ours must have all of it.
+#: What the runtime calls or reads of a stage (``scale_grads`` is an option of its own): all of it must work on ours.
 STAGE_CALLS = frozenset(
     {
         "_get_init_p2p_neighbors_ops",
@@ -135,6 +136,7 @@ STAGE_CALLS = frozenset(
         "num_stages",
         "output_chunks",
         "perform_reduce_grad",
+        "scale_grads",
         "set_local_bwd_input",
         "set_local_fwd_input",
         "stage_index",
@@ -145,21 +147,17 @@ STAGE_CALLS = frozenset(
 
 
 def missing_pippy(runtime: type = TorchRuntime) -> list[str]:
-    """Names above that this torch does not have, has with other arguments, or (of a stage) no longer calls."""
+    """Names above that this torch does not have or has with other arguments; and what its runtime reads of a stage that
+    fxbraid does not know of, as ``+name``."""
     found = []
     for (owner, name), wanted in _CALLED.items():
         parameters = set(inspect.signature(getattr(owner, name)).parameters)
         found += [f"{owner.__name__}.{name}({argument})" for argument in sorted(wanted - parameters)]
     used = {name for code in _codes(runtime) for name in code.co_names}
     found += [f"{runtime.__name__}.{name}" for name in sorted(_READ - used)]
-    abstract: frozenset[str] = getattr(TorchStage, "__abstractmethods__", frozenset())
-    known = STAGE_CALLS | {"_create_grad_recv_info"}
-    return found + [f"{TorchStage.__name__}.{name}" for name in sorted(abstract - known)]
-
-
-def stage_reads(runtime: type = TorchRuntime) -> frozenset[str]:
-    """The attributes of :data:`STAGE_CALLS` that the runtime's code mentions."""
-    return STAGE_CALLS & {name for code in _codes(runtime) for name in code.co_names}
+    set_at_first = {i.argval for i in dis.get_instructions(TorchStage.__init__) if i.opname == "STORE_ATTR"}
+    of_stages = set_at_first | {name for name in vars(TorchStage) if not name.startswith("__")}
+    return found + [f"+{name}" for name in sorted((used & of_stages) - STAGE_CALLS)]
 
 
 def _codes(owner: type) -> Iterator[CodeType]:

@@ -75,6 +75,8 @@ class Runtime:
             # torch asks for gradients to be on, though nothing here records them.
             with self._share.open(engine, inputs) as share, torch.enable_grad():
                 self.schedule.step(target=targets, return_outputs=False)
+                for chunk in engine.schedule.placement.chunks_of(engine.mesh.pp_rank):
+                    share.reduce(chunk)  # a file with messages need not say REDUCE_GRAD
                 return share.results()
         except BaseException:
             torch_pippy.drop_messages(self.schedule)

@@ -46,6 +46,7 @@ class Share:
         self._values: dict[tuple[Kind, int, int], list[Tensor]] = {}
         self._boxes: dict[tuple[str, int, int], list[Tensor]] = {}
         self._results: dict[int, list[Tensor]] = {}
+        self._reduced: set[int] = set()
         self._calls: dict[Engine, dict[str, Callable[..., Sequence[Any]]]] = {}
 
     @property
@@ -71,7 +72,7 @@ class Share:
             self._drop()
 
     def _drop(self) -> None:
-        for values in (self._values, self._boxes, self._results):
+        for values in (self._values, self._boxes, self._results, self._reduced):
             values.clear()
 
     def results(self) -> list[list[Tensor]]:
@@ -104,6 +105,14 @@ class Share:
         self.ran[name] += 1
         for action, names in zip(parts, block.outputs, strict=True):
             self._write(engine, action, {each: next(outs) for each in names})
+
+    def reduce(self, chunk: int) -> None:
+        """``chunk``'s last W is done: what the program does then, if anything (sums over replicas). Once a step."""
+        if chunk not in self._reduced:
+            self._reduced.add(chunk)
+            module = getattr(self.engine.program, f"reduce_{chunk}", None)
+            if module is not None:
+                module()
 
     def _read(self, engine: Engine, action: Action, names: Sequence[str]) -> Iterator[Any]:
         """What the block reads for ``action``; what nobody else reads is taken out."""

@@ -121,6 +121,7 @@ class BraidedStage(TorchStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All of the chunk's W's are done. There is nothing to scale: the loss is that of the whole batch."""
+        self.share.reduce(self.stage_index)
 
     # -- the turn of a V
 
