@@ -75,7 +75,7 @@ def reduced(call: Call) -> Any:
     position = 2 if call.name in ("norm", "linalg_vector_norm") else 1
     given = call.arg(position, "dim", None)
     overload = str(getattr(call.node.target, "_overloadname", ""))
-    if overload == "default" and call.name in (
+    if overload in ("default", "Scalar") and call.name in (
         "sum",
         "mean",
         "max",

@@ -101,6 +101,11 @@ def conv(call: Call) -> State:
     kernel: list[Hashable] = [("kernel", i) for i in range(space)]
     mixes = {*inner, *kernel}
     ours, theirs = call.laid(x), call.laid(weight)
+    if any(
+        call.arg(i, key) != call.twin_arg(i, key)
+        for i, key in ((3, "stride"), (4, "padding"), (5, "dilation"))
+    ):
+        raise Broken("convolves in other steps than unsplit", call.owner)
     if theirs.dim == 0 and ours.dim == len(batch) and groups * call.tp_size in (full_groups, groups * groups):
         sections = _channels(call, ours, theirs, groups)
         outs: list[Hashable] = [*batch, "o", *inner]

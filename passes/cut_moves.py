@@ -29,6 +29,7 @@ def moved(order: Callable[[Call, int], Sequence[int]]) -> Callable[[Call], Any]:
 
     def rule(call: Call, laid: Laid) -> State:
         ndim = len(shape_of(call.node.args[0]))
+        call.same_constants()
         return _map(laid, {d % ndim: i for i, d in enumerate(order(call, ndim))})
 
     return movement(rule)
@@ -131,7 +132,7 @@ def repeat_interleave(call: Call, laid: Laid) -> State:
     given = call.arg(2, "dim", None)
     if not isinstance(ours, int) or not isinstance(theirs, int) or given is None:
         raise Broken("repeats elements a number of times that can't be followed", laid.owner, definite=False)
-    dim = int(given) % len(call.shape)
+    dim = call.dim(2, ndim=len(call.shape))
     if ours != theirs:
         section = repeated(laid.sections[0], ours, theirs, call.tp_size) if dim == laid.dim else None
         if section is None or len(laid.sections) > 1:
@@ -280,17 +281,17 @@ def cat(call: Call) -> State:
         return _same(call, nodes)
     laid = [call.laid(n) for n in nodes]
     cut = next((a for a in laid if a.dim is not None), None)
-    if cut is None or cut.dim != dim:
-        other = [
-            (a, n) for a, n in zip(laid, nodes, strict=True) if a.dim != (cut.dim if cut else None) or a.even
-        ]
-        if other and cut is not None:
+    if int(call.twin_arg(1, "dim", 0)) % len(call.shape) != dim:
+        raise Broken("works along another dimension than in the unsplit model", call.owner)
+    if cut is None:
+        return _even_cat(call, laid, dim) if any(a.even for a in laid) else WHOLE
+    if cut.dim != dim:
+        same = Laid(even=((cut.dim, sum(s.size for s in cut.sections)),))  # type: ignore[arg-type]
+        if any(a != same and (a.dim, a.sections, a.even) != (cut.dim, cut.sections, ()) for a in laid):
             raise Broken("puts together values that are cut and others that are not, or otherwise", cut.owner)
-        if cut is not None and any(a.sections != cut.sections for a in laid):
-            raise Broken("puts together values that are cut otherwise", cut.owner)
-        if cut is None and any(a.even for a in laid):
-            return _even_cat(call, laid, dim)
-        return cut or WHOLE
+        return cut
+    if any(d != dim for a in laid for d, _ in a.even):
+        raise Broken("puts together repetitions that are shorter on a rank", cut.owner, definite=False)
     sections: tuple[Section, ...] = ()
     for a, n in zip(laid, nodes, strict=True):
         full = dict(a.even).get(dim)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from .cuts import WHOLE, Broken, Call, Laid, Partial, State, lengths, shape_of
+from .cuts import WHOLE, Broken, Call, Laid, Partial, State, lengths, read, shape_of
 from .layout import Section
 
 Labels = Sequence[Hashable]
@@ -164,7 +164,7 @@ _ADD = frozenset({"add", "sub", "subtract"})
 
 def pointwise(call: Call) -> State:
     """Inputs broadcast from the right."""
-    nodes = call.node.all_input_nodes
+    nodes = read(call.node)
     if call.name == "type_as":
         nodes = nodes[:1]
     states = [call.state(n) for n in nodes]
@@ -179,19 +179,22 @@ def pointwise(call: Call) -> State:
         for one, other, node in ((a, b, nodes[1]), (b, a, nodes[0])):
             if isinstance(one, Partial) and other == WHOLE and is_zero(node):
                 return one
-    divisor = call.name in ("div", "divide", "true_divide") and isinstance(
-        call.state(call.arg(1, "other")), Partial
-    )
-    masked = (
-        call.name == "masked_fill"
-        and call.arg(2, "value") == 0
-        and not isinstance(call.state(call.arg(1, "mask")), Partial)
-    )
     operands = [(n, aligned(len(shape_of(n)))) for n in nodes]
-    linear = (call.name in _LINEAR and not divisor) or masked
-    result = combine(call, operands, aligned(len(call.shape)), linear=linear)
+    result = combine(call, operands, aligned(len(call.shape)), linear=_is_linear(call))
     call.same_constants()
     return result
+
+
+def _is_linear(call: Call) -> bool:
+    """In each input, the others being whole?"""
+    if call.name == "masked_fill":
+        return call.arg(2, "value") == 0 and not isinstance(call.state(call.arg(1, "mask")), Partial)
+    if call.name in ("div", "divide", "true_divide"):
+        return call.arg(2, "rounding_mode") is None and not isinstance(
+            call.state(call.arg(1, "other")), Partial
+        )
+    val = call.node.meta["val"]
+    return call.name in _LINEAR and (val.is_floating_point() or val.is_complex())
 
 
 def _scaled(call: Call, states: Sequence[State]) -> State | None:

@@ -28,6 +28,8 @@ def movement(rule: Callable[[Call, Laid], Any]) -> Callable[[Call], Any]:
         if isinstance(state, Partial):
             if call.twin_shape not in (None, call.shape):
                 raise call.pending(state)
+            if rule is not view:
+                call.same_constants()
             return state
         if isinstance(state, Placed):
             return _placed(call, state)
@@ -90,8 +92,8 @@ def _regroups(call: Call, laid: Laid, full: Sequence[int]) -> Broken:
 
 def _groups(before: Sequence[int], after: Sequence[int], owner: str) -> list[tuple[range, range]]:
     """The smallest runs of dimensions of equal products."""
-    if 0 in before or 0 in after:
-        raise Broken("has no elements", owner, definite=False)
+    if 0 in before or math.prod(before) != math.prod(after):
+        raise Broken("has other numbers of elements", owner, definite=False)
     found = []
     i = j = 0
     while i < len(before) or j < len(after):

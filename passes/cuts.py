@@ -162,6 +162,8 @@ class Call:
         """A dimension among the arguments, counted from the left."""
         value = self.arg(position, key, default)
         size = ndim if ndim is not None else len(shape_of(self.node.args[0]))
+        if value != self.twin_arg(position, key, default):
+            raise Broken("works along another dimension than in the unsplit model", self.owner)
         return int(value) % max(size, 1)
 
     @property
@@ -207,6 +209,13 @@ def constants(node: fx.Node) -> list[Any]:
 
     collect(node.args)
     collect(node.kwargs)
+    return found
+
+
+def read(node: fx.Node) -> list[fx.Node]:
+    """What a call reads, in the order of its arguments, once for each."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 

@@ -129,7 +129,10 @@ class _Follower:
             result = self._ruled(call, given)
             self._fits(call, result)
             return result
-        except Broken as broken:
+        except (Broken, IndexError, KeyError, TypeError, ValueError) as error:
+            # Arguments that a rule does not know are no reason to end here.
+            unknown = Broken("has arguments that can't be followed", call.owner, definite=False)
+            broken = error if isinstance(error, Broken) else unknown
             shared = all(isinstance(s, Odd) or (isinstance(s, Laid) and s.whole) for s in given)
             if shared and node.target is not TP_REDUCE:
                 first = next((s for s in given if isinstance(s, Odd)), None)
@@ -203,7 +206,7 @@ class _Follower:
         if placed and (found := _place_of(call, placed)) is not None:
             return found
         rule = self.rules.get(call.name)
-        if call.name in ("max", "min") and len(given) > 1:
+        if getattr(node.target, "_overloadname", "") == "other":
             rule = None  # the larger or smaller of two
         if rule is not None:
             return rule(call)
@@ -256,6 +259,14 @@ class _Follower:
                 )
 
     def _output(self, node: fx.Node) -> None:
+        twin = self.pairs.get(node) if self.pairs is not None else None
+        if self.pairs is not None and (
+            twin is None or [self.pairs.get(n) for n in inputs(node)] != inputs(twin)
+        ):
+            why = Broken(
+                "returns something else than the unsplit model: the code looks at sizes", definite=False
+            )
+            self._find(Call(node, None, self.states, self.plan.tp_size), why)
         for source in node.all_input_nodes:
             state = self.states.get(source, WHOLE)
             call = Call(source, None, self.states, self.plan.tp_size)

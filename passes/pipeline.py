@@ -3,6 +3,7 @@
 ====================  =======================================================================================
 shard                 plan -> local parameter shapes, marks around parallel linears
 capture               torch.export -> one FX graph of the forward
+follow                do ranks compute the model's values, or parts of them?             (``passes.trace``)
 normalise_loss        mean over a micro-batch -> share of the whole batch's mean
 vocab                 embedding and head on a rank's part of the vocabulary, the loss without whole logits
 check_whole           nothing takes a rank's part of a parameter for all of it

@@ -2,7 +2,8 @@
 
 Once is enough where the model has a plan and the plan says all. Where it has none, the model is traced at full size
 first and a plan inferred from that graph (``passes.infer``); where the graph shows that a weight must be cut in
-sections, it is cut anew (``passes.apart``).
+sections, it is cut anew (``passes.apart``). What ranks then compute is followed (``passes.follow``): a user's plan and
+an inferred one are compared with a trace on full shapes, a model's own plan only where sizes tell that it is wrong.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import difflib
 
 from torch import fx
 
-from .cuts import place
+from .cuts import place, read
 
 
 def twins(graph: fx.Graph, full: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -46,10 +46,8 @@ def bare(node: fx.Node) -> fx.Node:
 
 
 def inputs(node: fx.Node) -> list[fx.Node]:
-    """What a call reads, in the order of its arguments, once for each."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(bare(n)))
-    return found
+    """What a call reads, in the order of its arguments, once for each, copies left out."""
+    return [bare(n) for n in read(node)]
 
 
 def _key(node: fx.Node) -> tuple[str, ...]:

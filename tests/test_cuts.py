@@ -204,9 +204,24 @@ WRONG: dict[str, tuple[Block, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+#: With four ranks, each with one head, in every run; the others with -m slow.
+FOUR = ("single head", "heads by chunk", "softmax over heads", "mean", "first of a whole")
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_what_mixes_features_or_heads_is_refused(name: str, tp: int) -> None:
+def test_what_mixes_features_or_heads_is_refused(name: str) -> None:
+    assert_refused(name, 2)
+    if name in FOUR:
+        assert_refused(name, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
+def test_what_mixes_features_or_heads_is_refused_on_four_ranks(name: str) -> None:
+    assert_refused(name, 4)
+
+
+def assert_refused(name: str, tp: int) -> None:
     block, operator = WRONG[name]
     plan = {p: s for p, s in WHOLE_PLAN.items() if "experts" not in p and "conv" not in p}
     with pytest.raises(PlanError, match=operator):
@@ -345,8 +360,14 @@ RIGHT: dict[str, Block] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_keeps_features_or_heads_apart_is_exact(name: str) -> None:
     exact(RIGHT[name], tp=2)
-    if name not in ("grouped_queries", "repeated_keys", "gqa"):  # with two key-value heads
-        exact(RIGHT[name], tp=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", RIGHT.keys() - {"grouped_queries", "repeated_keys", "gqa"}
+)  # two key-value heads
+def test_what_keeps_features_or_heads_apart_is_exact_on_four_ranks(name: str) -> None:
+    exact(RIGHT[name], tp=4)
 
 
 def test_an_unknown_operator_is_refused_in_a_users_plan_and_leaves_an_inferred_one_whole() -> None:
@@ -386,3 +407,27 @@ def test_the_way_out_is_exact() -> None:
     }
     for tp in (2, 4):
         exact(single_head, tp=tp, plan=plan)
+
+
+def test_a_sum_that_is_pending_goes_through_what_is_linear_alone() -> None:
+    def once(m: Any, x: Tensor, la: Any) -> Tensor:
+        part = F.linear(la["up"](x), la["down"].weight)
+        return part * part
+
+    def rounded(m: Any, x: Tensor, la: Any) -> Tensor:
+        return torch.div(F.linear(la["up"](x), la["down"].weight), 2, rounding_mode="floor")
+
+    for block in (once, rounded):
+        with pytest.raises(PlanError, match="its sum over the ranks is still missing"):
+            exact(block, tp=2)
+
+
+def test_a_loop_over_a_ranks_heads_is_refused_unless_all_of_it_is_the_models() -> None:
+    def block(m: Any, x: Tensor, la: Any) -> Tensor:
+        total = x
+        for _ in range(la["up"].weight.shape[0] // SIZE):
+            total = total + la["down"](la["up"](x))
+        return total
+
+    with pytest.raises(PlanError, match="the code looks at sizes"):
+        exact(block, tp=2)

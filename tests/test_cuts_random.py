@@ -106,8 +106,8 @@ def judged(seed: int, tp: int = 2) -> str:
 
 
 def test_random_programs_are_refused_or_exact() -> None:
-    found = [judged(seed) for seed in range(24)]
-    assert found.count("exact") >= 4 and found.count("refused") >= 4, found
+    found = [judged(seed) for seed in range(12)]
+    assert found.count("exact") >= 2 and found.count("refused") >= 4, found
 
 
 @pytest.mark.slow
