@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from .checkpoint import ranks
 from .passes.cost import training_flops
 from .passes.errors import BraidError
 from .simulate.device import DEVICES
@@ -51,7 +52,7 @@ class RunLog:
     MFU is the model's own FLOPs (three times the forward's matrix products, twice where a weight is frozen; nothing
     that is recomputed) over ``step_seconds`` and the peak of all devices (Chowdhery et al. 2022, appendix B).
 
-    Raises :class:`BraidError` where the file can't be written, on the first rank alone.
+    Raises :class:`BraidError`, on every rank, where the file can't be written. Making one is collective.
     """
 
     def __init__(
@@ -77,13 +78,16 @@ class RunLog:
         self._file: TextIO | None = None
         self._bar: Progress | None = None
         self._console = console or Console(highlight=False)
-        if not self._writes:
-            return
-        if path is not None:
+        failed: str | None = None
+        if self._writes and path is not None:
             try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115
             except OSError as error:
-                raise BraidError(f"the log can't be written to {path}: {error.strerror or error}") from None
+                failed = f"the log can't be written to {path}: {error.strerror or error}"
+        ranks.raise_together(failed)
+        if not self._writes:
+            return
         if self._console.is_terminal:
             columns = (
                 BarColumn(),

@@ -105,6 +105,6 @@ def test_what_is_not_finite_or_not_known_can_still_be_read(
 
 def test_what_cannot_be_written_or_counted_is_said(model: fxbraid.BraidedModel, tmp_path: Path) -> None:
     with pytest.raises(BraidError, match="the log can't be written to"):
-        fxbraid.RunLog(model, tmp_path / "no" / "run.jsonl")
+        fxbraid.RunLog(model, tmp_path)
     with pytest.raises(BraidError, match="every=0"):
         fxbraid.RunLog(model, every=0)
