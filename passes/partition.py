@@ -289,7 +289,7 @@ def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int
 
 def _carry(graph: fx.Graph, owner: dict[fx.Node, int], last: int) -> None:
     """Hand what is read in a later chunk than the next one on from chunk to chunk, and outputs to the ``last`` one."""
-    for node in [n for n in graph.nodes if n in owner]:
+    for node in [n for n in graph.nodes if n in owner and isinstance(n.meta["val"], Tensor)]:
         readers = {user: owner.get(user, last + 1) for user in node.users}
         here = node
         for index in range(owner[node] + 1, max(readers.values(), default=0)):
