@@ -18,7 +18,8 @@ from . import schedule as schedules
 from .agree import agree
 from .arguments import check_model, check_seed, checked
 from .decide import Order
-from .model import BraidedModel, Options
+from .model import BraidedModel
+from .options import Options
 from .passes.block import TIMING_ONLY, Collectives
 from .passes.compile import Compile
 from .passes.errors import BraidError

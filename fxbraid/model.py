@@ -3,78 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import batch as batches
-from .decide import Asked, Decision, Order, decide
+from .decide import Asked, Decision, decide
 from .gradients import Gradients, Nonfinite
 from .metrics import StepMetrics
 from .observe import Observed, Watch, gather, observed, save, watch
+from .options import Options, Plan
 from .outputs import nested, rules, total
-from .passes.block import Collectives
-from .passes.compile import Artefacts, Compile
+from .passes.compile import Artefacts
 from .passes.errors import BraidError
-from .passes.partition import Partition
-from .passes.pipeline import Lowered, lower_model
-from .passes.shard import TpPlan
+from .passes.pipeline import Lowered
 from .precision import Masters
 from .replicas import Replicas
 from .report import Report, make_report
-from .runtime.buckets import DEFAULT_MB
 from .runtime.costs import CollectiveTime, profile, workload
 from .runtime.engine import Blocks, Engine
 from .runtime.measure import measure_peak
 from .runtime.mesh import Mesh
 from .runtime.profile import Profile, as_profile, make_profile, order_from
 from .runtime.record_step import record
-from .schedule import Placement, Schedule, forward_only
+from .schedule import Schedule, forward_only
 from .simulate import INSTANT, Link, Result, Workload, simulate
 from .source import Source, agreed
 from .state import skeleton, take, uses
 from .timeline import RankTimeline, Timeline
+from .tracing import Tracer
 from .weights import Checkpoint, Loaded
 
 #: Runs one step's blocks: (engine, inputs per micro-batch) -> the last chunk's outputs per micro-batch.
 Run = Callable[[Engine, Mapping[str, Sequence[Tensor]]], list[list[Tensor]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What ``braid`` was asked for, beyond sizes."""
-
-    n_microbatches: int
-    tp_plan: str | Mapping[str, str] = "auto"
-    split: str | Sequence[int] = "auto"
-    compile: Compile = "unit"
-    braided: bool = True
-    collectives: Collectives = "overlap"
-    loss_reduction: str = "auto"
-    max_programs: int = 8
-    order: Order = "paper"
-    reproducible: bool = False
-    max_live: int | None = None
-    sequence_parallel: bool = False
-    regather: bool = False
-    vocab_parallel: bool | Literal["auto"] = "auto"
-    grad_dtype: torch.dtype | None = torch.float32
-    master_weights: bool = False
-    #: the type that ``torch.autocast`` was on with when ``braid`` was called
-    autocast: torch.dtype | None = None
-    bucket_mb: float = DEFAULT_MB
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How the model lies over the ranks: ``tp`` styles and shards, ``partition`` chunks and layers."""
-
-    tp: TpPlan
-    partition: Partition
 
 
 class BraidedModel(nn.Module):
@@ -100,12 +65,8 @@ class BraidedModel(nn.Module):
         self._mesh, self._options = mesh, options
         self._engines: dict[tuple[batches.Signature, bool], Engine] = {}
         self._artefacts = Artefacts(options.compile)
-        # Not an attribute of nn.Module's kind: the skeleton's weights are not this model's parameters.
-        self.__dict__["_source"] = skeleton(model)
-        self._split: str | Sequence[int] = options.split
+        self._tracer = Tracer(skeleton(model), mesh, options)
         self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
-        #: once it is known: the parameters that are cut over the vocabulary, in every trace
-        self._vocabulary: tuple[str, ...] | None = None
         self._decision: Decision | None = None
         if schedule is None or options.order != "paper":
             self._decision = self._decide(example_batch, schedule)
@@ -114,9 +75,8 @@ class BraidedModel(nn.Module):
         if self._decision is not None and model.training:
             lowered = self._decision.lowered
         else:
-            lowered = self._lower(example_batch, training=model.training)
-        self._vocabulary = tuple(sorted(lowered.vocabulary))
-        self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
+            lowered = self._tracer.lower(example_batch, schedule.placement, training=model.training)
+        self._tracer.settle(lowered)
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
         here = schedule.placement.chunks_of(mesh.pp_rank)
@@ -248,8 +208,7 @@ class BraidedModel(nn.Module):
         """
 
         def opened() -> Source:
-            skeleton: nn.Module = self.__dict__["_source"]
-            source = Source(skeleton, Checkpoint.open(path, skeleton))
+            source = Source(self.source, Checkpoint.open(path, self.source))
             source.check(strict=strict)
             return source
 
@@ -292,7 +251,7 @@ class BraidedModel(nn.Module):
     @property
     def source(self) -> nn.Module:
         """The structure of the user's model, on the meta device."""
-        return cast(nn.Module, self.__dict__["_source"])
+        return self._tracer.model
 
     @property
     def stepped(self) -> bool:
@@ -371,7 +330,7 @@ class BraidedModel(nn.Module):
         :func:`fxbraid.profile`."""
         lowered = next((e.lowered for (_, training), e in self._engines.items() if training), None)
         if lowered is None:
-            lowered = self._lower(self._example, training=True)
+            lowered = self._tracer.lower(self._example, self._schedule.placement)
         return make_profile(
             lowered, self._artefacts, self._mesh, self._schedule, repeats=repeats, cache=cache
         )
@@ -417,10 +376,6 @@ class BraidedModel(nn.Module):
 
     def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
         options = self._options
-
-        def lower(placement: Placement) -> Lowered:
-            return self._lower(example_batch, training=True, placement=placement)
-
         asked = Asked(
             schedule,
             options.order,
@@ -429,48 +384,17 @@ class BraidedModel(nn.Module):
             reproducible=options.reproducible,
             max_live=options.max_live,
         )
-        return decide(asked, self._mesh, self._artefacts, lower)
+        return decide(
+            asked, self._mesh, self._artefacts, lambda placement: self._tracer.lower(example_batch, placement)
+        )
 
     def _everything(self) -> Lowered:
         """The units of all chunks, also of other ranks, at the shapes of the first training trace."""
         if "_all" not in self.__dict__:
-            self.__dict__["_all"] = self._lower(self._example, training=True, everything=True)
-        return cast(Lowered, self.__dict__["_all"])
-
-    def _lower(
-        self,
-        batch: Mapping[str, Any],
-        *,
-        training: bool,
-        everything: bool = False,
-        placement: Placement | None = None,
-    ) -> Lowered:
-        micro = {k: v[0] for k, v in batches.split(batch, self._options.n_microbatches).items()}
-        # Whatever the caller's mode is: a trace without gradients would have none for ever.
-        with torch.inference_mode(False), torch.enable_grad():
-            return self._trace(
-                micro, placement or self._schedule.placement, training=training, everything=everything
+            self.__dict__["_all"] = self._tracer.lower(
+                self._example, self._schedule.placement, everything=True
             )
-
-    def _trace(
-        self, micro: Mapping[str, Any], placement: Placement, *, training: bool, everything: bool
-    ) -> Lowered:
-        return lower_model(
-            self.__dict__["_source"].train(training),
-            micro,
-            n_chunks=placement.n_chunks,
-            only=None if everything else placement.chunks_of(self._mesh.pp_rank),
-            tp_size=self._mesh.tp_size,
-            tp_plan=self._options.tp_plan,
-            split_layers=self._split,
-            loss_reduction=self._options.loss_reduction,
-            vocab_parallel=self._options.vocab_parallel if self._vocabulary is None else self._vocabulary,
-            training=training,
-            sequence_parallel=self._options.sequence_parallel,
-            regather=self._options.regather,
-            device=self._mesh.device,
-            autocast=self._options.autocast,
-        )
+        return cast(Lowered, self.__dict__["_all"])
 
     def _engine(self, lowered: Lowered, *, training: bool) -> Engine:
         return Engine(
@@ -495,7 +419,7 @@ class BraidedModel(nn.Module):
                     f"this batch ({key[0]}) would be program number {len(self._engines) + 1}, and max_programs is "
                     f"{self._options.max_programs}; pad batches to fewer shapes, or raise max_programs"
                 )
-            lowered = self._lower(batch, training=training)
+            lowered = self._tracer.lower(batch, self._schedule.placement, training=training)
             known = {(chunk, name) for uses in self._uses.values() for chunk, name in uses}
             new = [n for c in lowered.partition.chunks for n in c.params if (c.index, n) not in known]
             if new:  # found from all chunks, so that every rank says it

@@ -18,7 +18,7 @@ from .schedule import parts
 from .schedule.stp import below_closed_form
 
 if TYPE_CHECKING:
-    from .model import Options, Plan
+    from .options import Options, Plan
 
 
 _MODES = {

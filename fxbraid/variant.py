@@ -60,6 +60,7 @@ def variant(
     example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
     twin.__dict__.update(_schedule=schedule, _options=options, _example=example, _decision=decision)
     twin.__dict__.update(_engines={}, _observed=None, _everything=model._everything)
+    twin.__dict__.update(_tracer=model._tracer.under(options))
     engine = twin._engine(lowered, training=True)
     twin._engines[batches.signature(example_batch, schedule.m), True] = engine
     twin._last = engine

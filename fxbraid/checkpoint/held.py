@@ -112,8 +112,7 @@ def held(model: BraidedModel, *, alone: bool = False) -> dict[str, Held]:
 
 def structure(model: BraidedModel) -> nn.Module:
     """The user's model on the meta device."""
-    skeleton: nn.Module = model.__dict__["_source"]
-    return skeleton
+    return model.source
 
 
 def names_of(model: BraidedModel) -> dict[int, str]:

@@ -1,0 +1,68 @@
+"""Traces of one model: for each signature of a batch the passes up to units, with what the first trace has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import batch as batches
+from .options import Options
+from .passes.pipeline import Lowered, lower_model
+from .runtime.mesh import Mesh
+from .schedule import Placement
+
+
+class Tracer:
+    """``model``: the user's, with tensors on the meta device. Once :meth:`settle` has been told of a trace, later ones
+    cut layers and vocabulary as that one did, so that all of them fit the same shards."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, options: Options) -> None:
+        self.model = model
+        self._mesh, self._options = mesh, options
+        self._split: str | Sequence[int] = options.split
+        self._vocabulary: tuple[str, ...] | None = None
+
+    def settle(self, lowered: Lowered) -> None:
+        """Layers per chunk, and the parameters that are cut over the vocabulary, stay those of ``lowered``."""
+        self._vocabulary = tuple(sorted(lowered.vocabulary))
+        self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
+
+    def under(self, options: Options) -> Tracer:
+        """The same for other ``options``, with what is settled."""
+        other = Tracer(self.model, self._mesh, options)
+        other._split, other._vocabulary = self._split, self._vocabulary
+        return other
+
+    def lower(
+        self,
+        batch: Mapping[str, Any],
+        placement: Placement,
+        *,
+        training: bool = True,
+        everything: bool = False,
+    ) -> Lowered:
+        """The units of this rank's chunks (``everything``: of all) for a whole ``batch``, of which only shapes, dtypes
+        and constants are read."""
+        options = self._options
+        micro = {name: values[0] for name, values in batches.split(batch, options.n_microbatches).items()}
+        # Whatever the caller's mode is: a trace without gradients would have none for ever.
+        with torch.inference_mode(False), torch.enable_grad():
+            return lower_model(
+                self.model.train(training),
+                micro,
+                n_chunks=placement.n_chunks,
+                only=None if everything else placement.chunks_of(self._mesh.pp_rank),
+                tp_size=self._mesh.tp_size,
+                tp_plan=options.tp_plan,
+                split_layers=self._split,
+                loss_reduction=options.loss_reduction,
+                vocab_parallel=options.vocab_parallel if self._vocabulary is None else self._vocabulary,
+                training=training,
+                sequence_parallel=options.sequence_parallel,
+                regather=options.regather,
+                device=self._mesh.device,
+                autocast=options.autocast,
+            )
