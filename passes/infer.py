@@ -66,6 +66,17 @@ class Inferred:
         """One per pattern, for ``model.plan``."""
         return tuple(f"{name}: inferred from the graph, {style}" for name, style in self.patterns.items())
 
+    def parts(self) -> list[frozenset[str]]:
+        """The patterns, those that are cut together in one set, in the order of the model."""
+        found: list[frozenset[str]] = []
+        for group in [*self.groups, *(frozenset({pattern}) for pattern in self.patterns)]:
+            mine = frozenset(group & self.patterns.keys())
+            apart = [other for other in found if not other & mine]
+            joined = mine.union(*(other for other in found if other & mine))
+            found = [*apart, joined] if joined else apart
+        order = list(self.patterns)
+        return sorted(found, key=lambda group: min(map(order.index, group)))
+
     def without_attention(self, why: str) -> Inferred:
         """The same for all but attention."""
         rest = {name: style for name, style in self.patterns.items() if name not in self.attention}

@@ -8,6 +8,7 @@ an inferred one are compared with a trace on full shapes, a model's own plan onl
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -175,7 +176,8 @@ def _noted(sharded: Sharded, notes: list[str]) -> Sharded:
 
 
 def _inferred(tracer: _Tracer, tp_size: int) -> Traced:
-    """With the plan that follows from the graph; where that fails for what lies in attention, without attention."""
+    """With the plan that follows from the graph; where that fails for what lies in attention, without attention; else
+    with what of it runs."""
     name = type(tracer.model).__name__
     found = _wrapped(infer_plan(merge(tracer.without_adapters()).graph_module.graph))
     if not found.patterns:
@@ -187,12 +189,30 @@ def _inferred(tracer: _Tracer, tp_size: int) -> Traced:
         return _with(tracer, tp_size, found)
     except BraidError as error:
         rest = found.without_attention(_first_sentence(error))
+        with contextlib.suppress(BraidError):
+            if rest.patterns:
+                return _with(tracer, tp_size, rest)
+        rest = _group_by_group(tracer, tp_size, found)
         if not rest.patterns:
             raise _does_not_run(name, found, error) from error
+        return _with(tracer, tp_size, rest)
+
+
+def _group_by_group(tracer: _Tracer, tp_size: int, found: Inferred) -> Inferred:
+    """What runs of ``found``: linears that belong together are tried with those that have run before them."""
+    kept = replace(found, patterns={}, left=())
+    left = list(found.left)
+    for group in found.parts():
+        tried = {
+            name: style for name, style in found.patterns.items() if name in group or name in kept.patterns
+        }
         try:
-            return _with(tracer, tp_size, rest)
-        except BraidError:
-            raise _does_not_run(name, found, error) from error
+            _with(tracer, tp_size, replace(kept, patterns=tried))
+        except BraidError as error:
+            left.append(f"{', '.join(sorted(group))} stays whole: {_first_sentence(error)}")
+        else:
+            kept = replace(kept, patterns=tried)
+    return replace(kept, left=tuple(left))
 
 
 def _wrapped(found: Inferred) -> Inferred:

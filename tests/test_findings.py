@@ -362,3 +362,27 @@ def test_adapters_in_place_of_planned_linears_work_at_tp_1() -> None:
     assert set(got) == set(wanted)
     for name, grad in got.items():
         assert torch.allclose(grad, wanted[name], rtol=1e-4, atol=1e-6), name
+
+
+def test_an_inferred_plan_leaves_whole_what_does_not_run_and_cuts_the_rest() -> None:
+    """A scale per feature lies between two linears, and two others are plain."""
+    from .test_zoo import Blocks, assert_exact
+
+    class Scaled(Blocks):
+        def parts(self) -> dict[str, nn.Module]:
+            return {**super().parts(), "first": nn.Linear(16, 24), "second": nn.Linear(24, 16)}
+
+    torch.manual_seed(3)
+    factor = nn.Parameter(torch.rand(24, dtype=torch.float64))
+
+    def block(m: Any, x: Tensor, la: Any) -> Tensor:
+        x = x + la["down"](torch.relu(la["up"](x)) * m.factor * la["gate"](x))
+        return x + la["second"](la["first"](x).tanh())  # type: ignore[no-any-return]
+
+    model = Scaled(block)
+    model.factor = factor
+    plan = assert_exact(model, batch(4, mask=False)).plan
+    assert {n for n, shard in plan.params.items() if shard.dim is not None and "layers.0" in n} == {
+        f"layers.0.{name}" for name in ("first.weight", "first.bias", "second.weight")
+    }
+    assert any("down" in note and "stays whole" in note for note in plan.notes), plan.notes
