@@ -85,8 +85,8 @@ def view(call: Call, laid: Laid) -> State:
 def _regroups(call: Call, laid: Laid, full: Sequence[int]) -> Broken:
     if list(call.shape) == list(full):
         return Broken(
-            f"arranges its features as {list(full)} on a rank as well as unsplit, so that each rank takes a part of one "
-            "head for a whole one (fewer heads than ranks?)",
+            f"arranges its features as {list(full)} on a rank as well as unsplit, so that each rank takes a part of "
+            "one head for a whole one (fewer heads than ranks?)",
             laid.owner,
         )
     return Broken(
