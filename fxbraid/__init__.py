@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import braid, from_pretrained, profile
     from .checkpoint.checkpointer import Checkpointer
+    from .compiled import braided, clip_grad_norm_
     from .model import BraidedModel
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
     from .runlog import RunLog
@@ -34,6 +35,8 @@ __all__ = [
     "RunLog",
     "UnsupportedError",
     "braid",
+    "braided",
+    "clip_grad_norm_",
     "from_pretrained",
     "load_optimizer_state",
     "optimizer_state",
@@ -43,6 +46,7 @@ __all__ = [
 
 _HOME = {
     **dict.fromkeys(("braid", "from_pretrained", "profile"), "api"),
+    **dict.fromkeys(("braided", "clip_grad_norm_"), "compiled"),
     "Profile": "runtime.profile",
     "BraidedModel": "model",
     "Checkpointer": "checkpoint.checkpointer",

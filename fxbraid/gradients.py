@@ -120,6 +120,38 @@ class Gradients:
                 put(parameter, total, parameters[parameter])
             self._main.publish()
 
+    @contextmanager
+    def aside(self) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """What is added up inside is in the mapping afterwards, in the types that it adds up in, and in no gradient:
+        those are as they were. Nothing is copied."""
+        self._main.resume()
+        parameters = {slot.parameter: slot.dtype for _, slot in self._ordered()}
+        before = {p: (p.grad, self._main.of(p)) for p in parameters}
+        taken: dict[nn.Parameter, Tensor] = {}
+        with self._main.aside():
+            try:
+                for parameter in parameters:
+                    parameter.grad = None
+                self._main.resume()
+                yield taken
+                taken |= {p: total for p in parameters if (total := self._main.of(p)) is not None}
+            finally:
+                self.forget()
+                for parameter, (grad, total) in before.items():
+                    parameter.grad = grad
+                    put(parameter, total, parameters[parameter])
+
+    def add(self, taken: Mapping[nn.Parameter, Tensor], scale: Tensor) -> None:
+        """Add what :meth:`aside` has taken to the gradients, times ``scale`` (0-d). Its tensors are given away."""
+        self._main.resume()
+        for parameter, total in taken.items():
+            total.mul_(scale)
+            if gradient(parameter, total.dtype) is None:
+                put(parameter, total, total.dtype)
+            else:
+                accumulate(parameter, total, total.dtype)
+        self._main.publish()
+
     def _ordered(self) -> list[tuple[str, GradSlot]]:
         """Every slot with its parameter's name there, in an order that is the same on all ranks of a TP group."""
         return [

@@ -18,7 +18,8 @@ exponent makes needless.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -78,13 +79,12 @@ class Masters:
         """Does a parameter of ``dtype`` gain by a float32 master?"""
         return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
-    def make(self, value: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[nn.Parameter, Tensor]:
-        """``value`` as a float32 parameter, and its copy of ``dtype``."""
-        master = nn.Parameter(value.to(device, torch.float32, copy=True).contiguous())
+    def copy_of(self, master: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """The copy of ``dtype`` of a float32 parameter."""
         copied = master.detach().to(dtype)
         self._masters.append(master)
         self._copies.append(copied)
-        return master, copied
+        return copied
 
     def refresh(self) -> None:
         """Round the masters into the copies: at every step, since nothing tells for sure whether an optimizer, a
@@ -123,6 +123,15 @@ class MainGrads:
             else:
                 p.grad.copy_(main)
             self._published[p] = (weakref.ref(p.grad), p.grad._version)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is published yet; afterwards, what was before."""
+        before, self._published = self._published, {}
+        try:
+            yield
+        finally:
+            self._published = before
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient as it was added up."""

@@ -36,6 +36,10 @@ class Source:
         value = self._tensors[name].detach()
         return shard.take(self._initialiser[name] if value.is_meta else value, tp_rank)
 
+    def parameter(self, name: str, value: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The parameter that holds ``value``, this rank's part of ``name``: a new one."""
+        return nn.Parameter(value, requires_grad=requires_grad)
+
     def buffer(self, name: str) -> Tensor:
         """A buffer, whole."""
         if self.checkpoint is not None and name in self.checkpoint:

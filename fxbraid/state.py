@@ -103,13 +103,12 @@ def take(
             continue
         shard = source.shard(name, plan.params[name], mesh.tp_rank)
         trained, dtype = full[name].requires_grad, full[name].dtype
-        local: Tensor
-        if masters is not None and trained and masters.serve(dtype):
-            parameter, local = masters.make(shard, dtype, device)
-        else:
-            local = parameter = nn.Parameter(
-                shard.to(device, dtype, copy=True).contiguous(), requires_grad=trained
-            )
+        mastered = masters is not None and trained and masters.serve(dtype)
+        value = shard.to(device, torch.float32 if mastered else dtype, copy=True).contiguous()
+        parameter = source.parameter(name, value, requires_grad=trained)
+        local: Tensor = parameter
+        if masters is not None and mastered:
+            local = masters.copy_of(parameter, dtype)
         for alias in names:
             state[alias] = local
             register(root, alias, parameter)
