@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch._dynamo import convert_frame
+from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo import convert_frame, eval_frame
 from torch._dynamo.bytecode_transformation import (
     create_call_function,
     create_instruction,
     create_load_const,
     transform_code_object,
 )
-from torch._dynamo.eval_frame import OptimizedModule, reset_code
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.output_graph import OutputGraph
 from torch._guards import CompileContext
 
@@ -77,7 +78,7 @@ class Traced:
 def running() -> ModuleCall | None:
     """The call of a compiled module that is running, seen from below; None outside of one, and inside of a module
     that it calls."""
-    frames = list(_to_compile_wrapper(sys._getframe(1)))
+    frames = _to_compile_wrapper(sys._getframe(1))
     calls = [frame for frame in frames if _is_call(frame)]
     if len(calls) != 1:
         return None
@@ -94,7 +95,7 @@ def running() -> ModuleCall | None:
 
 def traced() -> Traced:
     """What Dynamo calls the backend for. Only inside of a backend."""
-    frames = list(_to_compile_wrapper(sys._getframe(1)))
+    frames = _to_compile_wrapper(sys._getframe(1))
     output = next(f.f_locals["self"] for f in frames if isinstance(f.f_locals.get("self"), OutputGraph))
     code: types.CodeType = output.root_tx.f_code
     last = max(i for i, f in enumerate(frames) if _in(f, convert_frame.__file__))
@@ -121,16 +122,16 @@ def traced() -> Traced:
 def return_instead(code: types.CodeType, function: Callable[[], Any]) -> None:
     """Make what Dynamo is about to generate for ``code`` return ``function()``, with nothing of the graph around it.
     Only inside of a backend; the code that comes out is cached behind Dynamo's guards, as any."""
-    compiling = CompileContext.current_compile_id()
+    expected, compiling = code, CompileContext.current_compile_id()
 
-    def replace(code_: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
+    def hook(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
         handle.remove()
         # Dynamo gave up behind the backend, and this is another frame: not ours.
-        if code_ is not code or CompileContext.current_compile_id() != compiling:
+        if code is not expected or CompileContext.current_compile_id() != compiling:
             return None
         return _returning(code, function)
 
-    handle = convert_frame.register_bytecode_hook(replace)
+    handle = convert_frame.register_bytecode_hook(hook)
 
 
 def _returning(code: types.CodeType, function: Callable[[], Any]) -> types.CodeType:
@@ -158,17 +159,18 @@ def hooked(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def _to_compile_wrapper(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+def _to_compile_wrapper(frame: types.FrameType | None) -> list[types.FrameType]:
     """Outwards from ``frame`` to the frame of ``torch.compile``, that included; nothing where there is none."""
     found = []
     while frame is not None:
         found.append(frame)
-        if frame.f_code.co_name == "compile_wrapper" and _in(
-            frame, sys.modules[OptimizedModule.__module__].__file__
+        # Its name has changed between versions; what it closes over has not.
+        if _in(frame, eval_frame.__file__) and isinstance(
+            frame.f_locals.get("self"), eval_frame.OptimizeContext
         ):
-            yield from found
-            return
+            return found
         frame = frame.f_back
+    return []
 
 
 def _is_call(frame: types.FrameType) -> bool:

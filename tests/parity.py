@@ -64,6 +64,8 @@ class Case:
     steps: int = 3
     rows: int = 2
     options: tuple[tuple[str, Any], ...] = ()
+    #: torch.compile(backend="fxbraid") in place of braid()
+    backend: bool = False
 
 
 @dataclass
@@ -166,6 +168,24 @@ def reference(
     return result
 
 
+class Compiled:
+    """What ``torch.compile`` returns, with the face of a ``BraidedModel``; ``parameters()`` are the user's."""
+
+    def __init__(self, plain: nn.Module, options: dict[str, Any]) -> None:
+        from fxbraid.backend import backend
+
+        self.parameters = plain.parameters
+        self.compiled: Any = torch.compile(plain, backend=backend, options=options)
+
+    def step(self, **batch: Any) -> Tensor:
+        loss = self.compiled(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fxbraid.braided(self.compiled), name)
+
+
 def run_case(case: Case) -> Outcome:
     """Three AdamW steps with clipping; every loss, gradient and norm against the reference."""
     expected = reference(
@@ -174,19 +194,22 @@ def run_case(case: Case) -> Outcome:
     batches = batches_of(case.model, case.rows, case.m, mask=case.mask, steps=case.steps)
     plain = make_model(case.model, tied=case.tied, layers=case.layers, dtype=case.dtype)
     before = {name: p.clone() for name, p in plain.named_parameters()}
-    with keep_double(case.dtype):
-        model = fxbraid.braid(
-            plain,
-            batches[0],
-            tp_size=case.tp,
-            pp_size=case.pp,
-            n_microbatches=case.m,
-            schedule=case.schedule,
-            compile=case.compile,
-            braided=case.braided,
-            reproducible=case.reproducible,
-            **dict(case.options),
-        )
+    options: dict[str, Any] = {
+        "tp_size": case.tp,
+        "pp_size": case.pp,
+        "n_microbatches": case.m,
+        "schedule": case.schedule,
+        "compile": case.compile,
+        "braided": case.braided,
+        "reproducible": case.reproducible,
+        **dict(case.options),
+    }
+    model: Any
+    if case.backend:
+        model = Compiled(plain, options)
+    else:
+        with keep_double(case.dtype):
+            model = fxbraid.braid(plain, batches[0], **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, eps=EPS)
     outcome = Outcome(case, 0.0, 0.0, 0.0)
     digests: dict[str, Any] = {}
@@ -213,7 +236,12 @@ def run_case(case: Case) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     for name, p in plain.named_parameters():
-        assert torch.equal(p, before[name]), f"{name} of the user's model was modified"
+        if not case.backend:
+            assert torch.equal(p, before[name]), f"{name} of the user's model was modified"
+        elif name not in dict(model.named_parameters()):
+            assert p.numel() == 0 and p.grad is None and p not in optimizer.state, name
+        else:
+            assert model.get_parameter(name) is p and p in optimizer.state, name
     outcome.digests = {key: digest.hexdigest() for key, digest in digests.items()}
     return outcome
 

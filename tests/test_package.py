@@ -53,6 +53,15 @@ def test_the_command_of_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "torch" in run(installed.parent / "fxbraid", "doctor", cwd=tmp_path)
 
 
+def test_the_wheel_registers_the_backend(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "from torch._dynamo.backends.registry import lookup_backend\n"
+        "print('fxbraid' in torch.compiler.list_backends(), lookup_backend('fxbraid').__module__)"
+    )
+    assert run(installed, "-c", code, cwd=tmp_path).split() == ["True", "fxbraid.backend"]
+
+
 def test_the_schedule_package_and_the_bare_import_need_no_torch() -> None:
     code = (
         "import sys, fxbraid, fxbraid.schedule as s\n"
