@@ -179,6 +179,8 @@ def _guess(before: Sequence[int], after: Sequence[int], laid: Laid) -> tuple[int
     """The unsplit shape of a result without a twin: cut in the fewest sections, then in the outermost dimension."""
     if laid.dim is None:
         raise Broken("can't be followed", definite=False)
+    if before[laid.dim] == 1 and list(after).count(1) > 1:  # which of them it is, nobody can tell
+        raise Broken("has several dimensions of one entry", laid.owner, definite=False)
     for ins, outs in _groups(before, after, laid.owner):
         if laid.dim in ins:
             outer = math.prod(before[d] for d in ins if d < laid.dim)

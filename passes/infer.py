@@ -124,11 +124,11 @@ def infer_plan(graph: fx.Graph) -> Inferred:
         if attention:
             heads |= {pattern, *(_pattern(linears[s]) for s in sources), *map(_pattern, scalars)}
         groups.append(frozenset({pattern, *(_pattern(linears[s]) for s in sources), *map(_pattern, scalars)}))
-        for parameter in scalars:
+        for parameter in sorted(scalars):
             votes.setdefault(_pattern(parameter), set()).add("colwise")
         fused = attention and len(sources) == 1 and _is_split(next(iter(sources)))
         votes.setdefault(pattern, set()).add("rowwise_split_input" if fused else "rowwise")
-        for source in sources:
+        for source in (n for n in linears if n in sources):  # in the graph's order, the same on every rank
             style = "colwise_gather_output" if fused else "colwise"
             votes.setdefault(_pattern(linears[source]), set()).add(style)
     patterns = {pattern: next(iter(styles)) for pattern, styles in votes.items() if len(styles) == 1}
