@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -21,6 +24,7 @@ from fxbraid import compat_dynamo
 from fxbraid.backend import backend
 from fxbraid.compiled import CompiledCall, keywords
 from fxbraid.passes.errors import BraidError
+from fxbraid.runtime.launch import launch, process_group
 
 from .parity import Case
 from .test_parity import run, same
@@ -132,8 +136,31 @@ def test_ranks_see_their_shards_and_agree_with_braid_to_the_bit() -> None:
 def test_other_layouts(tp: int, pp: int) -> None:
     options: dict[str, Any]
     for options in ({}, {"compile": "unit", "schedule": "1f1b"}):
-        base = Case(tp=tp, pp=pp, tied=False, m=2, layers=8 if pp == 4 else 4, model="llama", **options)
+        base = Case(tp=tp, pp=pp, tied=False, m=2, layers=8 if pp == 4 else 4, **options)
         assert same(*run([base, replace(base, backend=True)]))
+
+
+def replicas() -> bool:
+    """In each of two replicas: two losses at once, of its half of the batch; gradients are those of the whole."""
+    torch.set_num_threads(1)
+    model, plain = Small(), Small()
+    with process_group():
+        loop = compiled(model, dp_size=2)
+        losses, wanted = [], []
+        for seed in (1, 2):
+            data = data_of(seed=seed)
+            half = {name: value.chunk(2)[dist.get_rank()] for name, value in data.items()}
+            losses.append(loop(**half).loss)
+            wanted.append(plain(**data).loss)
+        (losses[0] + 3 * losses[1]).backward()
+        (wanted[0] + 3 * wanted[1]).backward()
+        assert all(torch.allclose(*pair, rtol=1e-6) for pair in zip(losses, wanted, strict=True))
+        return close(grads(model), grads(plain))
+
+
+@pytest.mark.slow
+def test_replicas() -> None:
+    assert launch(replicas, (), nproc=2, timeout_s=200) == [True, True]
 
 
 @pytest.mark.parametrize("how", [{}, {"fullgraph": True}, {"dynamic": True}])
@@ -390,6 +417,22 @@ def test_a_failure_behind_the_shards_gives_whole_parameters_back(monkeypatch: py
         loop(**data)
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
     assert torch.equal(loop(**data).loss.detach(), braid(Small(), data).step(**data))
+
+
+class Memory(np.ndarray):
+    """An array that can be watched."""
+
+
+def test_whole_parameters_are_let_go_of() -> None:
+    model, watched = Small(), []
+    for p in model.parameters():
+        memory = p.detach().numpy().copy().view(Memory)
+        watched.append(weakref.ref(memory))
+        p.data = torch.from_numpy(memory)
+        del memory
+    assert all(one() is not None for one in watched)
+    compiled(model)(**data_of())
+    assert all(one() is None for one in watched)
 
 
 def test_inductors_modes_are_refused() -> None:
