@@ -277,7 +277,7 @@ def share_traces() -> None:
             traced[key] = lower_model(source, micro, **options)
         return traced[key]
 
-    fxbraid.model.lower_model = lower_once  # type: ignore[attr-defined]
+    fxbraid.tracing.lower_model = lower_once  # type: ignore[attr-defined]
 
 
 def run_cases(cases: list[Case]) -> list[Outcome]:

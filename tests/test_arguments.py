@@ -82,7 +82,7 @@ from .tiny import batch, qwen2
 def test_arguments_are_checked_before_anything_is_traced(
     options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxbraid.model.lower_model", lambda *_, **__: pytest.fail("it was traced"))
+    monkeypatch.setattr("fxbraid.tracing.lower_model", lambda *_, **__: pytest.fail("it was traced"))
     with pytest.raises(BraidError, match=words):
         fxbraid.braid(qwen2(), batch(4), **{"n_microbatches": 2, "compile": False, **options})
 
