@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import fxbraid.model
+import fxbraid.tracing
 from fxbraid.passes.pipeline import lower_model
 from fxbraid.runtime.launch import process_group
 

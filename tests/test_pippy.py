@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import fxbraid.model
+import fxbraid.tracing
 from fxbraid import compat_pippy, pippy
 from fxbraid import schedule as S
 from fxbraid.compat_pippy import TorchAction, TorchRuntime
@@ -122,7 +122,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("pippy") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fxbraid.model, "lower_model", fxbraid.tracing.lower_model)  # put back afterwards
+        patch.setattr(fxbraid.tracing, "lower_model", fxbraid.tracing.lower_model)  # put back afterwards
         share_traces()
         yield
     dist.destroy_process_group()
