@@ -152,7 +152,7 @@ def measure(tp: int, pp: int, layers: int, m: int, repeats: int) -> Overhead:
         model, batch = empty_model(tp, pp, layers=layers, m=m)
         model.step(**batch)
         engine = model._last
-        inputs = model._inputs(engine, batch)
+        inputs = model._prepare(batch, training=True)[1]
         graphs = _blocks(model)
         calls: list[Unit] = [n.meta["unit"] for graph in graphs for n in graph.nodes if "unit" in n.meta]
         bound, plain, whole = [], [], []

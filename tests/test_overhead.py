@@ -177,7 +177,7 @@ def test_a_step_calls_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fxbraid.braid(qwen2(num_hidden_layers=2), batch(4), n_microbatches=2, compile=False)
     model.train()
     engine = model._last
-    inputs = model._inputs(engine, batch(4))
+    inputs = model._prepare(batch(4), training=True)[1]
     seen: list[str] = []
     hook = torch.nn.modules.module.register_module_forward_pre_hook(
         lambda m, _: seen.append(type(m).__name__)
