@@ -26,16 +26,16 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from .. import compat
 from .autocast import write_casts
-from .capture import fake_inputs
+from .capture import Captured, fake_inputs
 from .joint import joint, split
-from .loss import loss_alone, normalise_loss
+from .loss import Normalised, loss_alone, normalise_loss
 from .partition import Partition, keyed_layers, partition
 from .regather import regather as regather_inputs
 from .sequence import shard_sequence
@@ -106,6 +106,77 @@ def lower_model(
     verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
     fake_mode = compat.FakeTensorMode()
     inputs = fake_inputs(microbatch, fake_mode=fake_mode, device=device)
+    forward = _forward(
+        model,
+        inputs,
+        tp_size=tp_size,
+        tp_plan=tp_plan,
+        loss_reduction=loss_reduction,
+        vocab_parallel=vocab_parallel,
+        training=training,
+        sequence_parallel=sequence_parallel,
+        fake_mode=fake_mode,
+        device=device,
+        autocast=autocast,
+    )
+    captured = forward.captured
+    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training)
+    outputs = ("loss",) if training else captured.outputs
+    chunks: dict[int, ChunkUnits] = {}
+    for index in range(n_chunks) if only is None else only:
+        graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
+        graph = split(graph, training=training)
+        if regather:
+            regather_inputs(graph)
+        if verify:
+            verify_split(graph)
+        chunks[index] = units(graph, tp_size=tp_size)
+        if verify:
+            verify_units(chunks[index])
+    unique_names(chunks.values())
+    return Lowered(
+        plan=forward.plan,
+        partition=parts,
+        chunks=chunks,
+        inputs=captured.inputs,
+        count=forward.normalised.count,
+        counts=forward.normalised.counts,
+        outputs=outputs,
+        canonical=forward.canonical,
+        constants=captured.constants,
+        vocabulary=forward.vocabulary,
+        checks=forward.checks,
+    )
+
+
+class _Forward(NamedTuple):
+    """One rank's forward as one graph, before it is cut into chunks; fields as those of :class:`Lowered`."""
+
+    captured: Captured
+    plan: TpPlan
+    #: the graph as it was when losses were normalised, and the graph of their counts
+    normalised: Normalised
+    canonical: Mapping[str, str]
+    vocabulary: frozenset[str]
+    checks: Checks
+
+
+def _forward(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    tp_size: int,
+    tp_plan: str | Mapping[str, str],
+    loss_reduction: str,
+    vocab_parallel: bool | str | Collection[str],
+    training: bool,
+    sequence_parallel: bool,
+    fake_mode: compat.FakeTensorMode,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _Forward:
+    """The passes from ``shard`` to ``autocast``. ``inputs``: those of a micro-batch, tensors as fake ones; everything
+    else as in :func:`lower_model`."""
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
         if training:
@@ -126,33 +197,7 @@ def lower_model(
             captured, plan = shard_sequence(captured, plan, sharded.canonical)
     if autocast is not None:
         captured = write_casts(captured, autocast, device)
-    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training)
-    outputs = ("loss",) if training else captured.outputs
-    chunks: dict[int, ChunkUnits] = {}
-    for index in range(n_chunks) if only is None else only:
-        graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
-        graph = split(graph, training=training)
-        if regather:
-            regather_inputs(graph)
-        if verify:
-            verify_split(graph)
-        chunks[index] = units(graph, tp_size=tp_size)
-        if verify:
-            verify_units(chunks[index])
-    unique_names(chunks.values())
-    return Lowered(
-        plan=plan,
-        partition=parts,
-        chunks=chunks,
-        inputs=captured.inputs,
-        count=normalised.count,
-        counts=normalised.counts,
-        outputs=outputs,
-        canonical=sharded.canonical,
-        constants=captured.constants,
-        vocabulary=vocabulary.names,
-        checks=checks,
-    )
+    return _Forward(captured, plan, normalised, sharded.canonical, vocabulary.names, checks)
 
 
 def _wanted(
