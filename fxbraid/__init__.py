@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .runlog import RunLog
     from .runtime.profile import Profile
     from .trainer import BraidTrainer
-    from .zero import load_optimizer_state, optimizer_state, zero_optimizer
+    from .zero import zero_optimizer
 
 __version__ = "0.1.0"
 
@@ -38,8 +38,6 @@ __all__ = [
     "braided",
     "clip_grad_norm_",
     "from_pretrained",
-    "load_optimizer_state",
-    "optimizer_state",
     "profile",
     "zero_optimizer",
 ]
@@ -50,7 +48,7 @@ _HOME = {
     "Profile": "runtime.profile",
     "BraidedModel": "model",
     "Checkpointer": "checkpoint.checkpointer",
-    **dict.fromkeys(("load_optimizer_state", "optimizer_state", "zero_optimizer"), "zero"),
+    "zero_optimizer": "zero",
     "BraidTrainer": "trainer",
     "RunLog": "runlog",
     **dict.fromkeys(
