@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from . import batch as batches
 from .decide import Asked, Decision, decide
+from .explained import Explained
 from .gradients import Gradients, Nonfinite
-from .metrics import StepMetrics
-from .observe import Observed, Watch, gather, observed, save, watch
+from .observe import Watch, observed, watch
 from .options import Options, Plan
-from .outputs import nested, rules, total
+from .outputs import model_output, nested, rules, total
 from .passes.compile import Artefacts
 from .passes.errors import BraidError
 from .passes.pipeline import Lowered
 from .precision import Masters
 from .replicas import Replicas
-from .report import Report, make_report
-from .runtime.costs import CollectiveTime, profile, workload
-from .runtime.engine import Blocks, Engine
+from .runtime.engine import Engine
 from .runtime.measure import measure_peak
 from .runtime.mesh import Mesh
-from .runtime.profile import Profile, as_profile, make_profile, order_from
+from .runtime.profile import order_from
 from .runtime.record_step import record
 from .schedule import Schedule, forward_only
-from .simulate import INSTANT, Link, Result, Workload, simulate
 from .source import Source, agreed
 from .state import skeleton, take, uses
-from .timeline import RankTimeline, Timeline
 from .tracing import Tracer
 from .weights import Checkpoint, Loaded
 
@@ -42,7 +37,7 @@ from .weights import Checkpoint, Loaded
 Run = Callable[[Engine, Mapping[str, Sequence[Tensor]]], list[list[Tensor]]]
 
 
-class BraidedModel(nn.Module):
+class BraidedModel(Explained):
     """Made by :func:`fxbraid.braid`; not by hand.
 
     ``parameters()``, ``named_parameters()``, ``state_dict()`` and ``load_state_dict()`` hold this rank's shards
@@ -63,11 +58,11 @@ class BraidedModel(nn.Module):
         model = source.model
         self.config = getattr(model, "config", None)
         self._mesh, self._options = mesh, options
-        self._engines: dict[tuple[batches.Signature, bool], Engine] = {}
+        self._engines = {}
         self._artefacts = Artefacts(options.compile)
         self._tracer = Tracer(skeleton(model), mesh, options)
         self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
-        self._decision: Decision | None = None
+        self._decision = None
         if schedule is None or options.order != "paper":
             self._decision = self._decide(example_batch, schedule)
             schedule = self._decision.schedule
@@ -102,7 +97,7 @@ class BraidedModel(nn.Module):
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
-        self._observed: Observed | None = None
+        self._observed = None
         self._registered = {
             name: (self.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], p, p.requires_grad)
             for name, p in parameters.items()
@@ -172,7 +167,7 @@ class BraidedModel(nn.Module):
                 outputs[name] = self._share(engine, values)
             else:
                 outputs[name] = rule(values) if values else None
-        return _model_output(nested(outputs))
+        return model_output(nested(outputs))
 
     def clip_grad_norm_(
         self,
@@ -231,88 +226,6 @@ class BraidedModel(nn.Module):
 
         save_pretrained(self, folder, max_shard_size=max_shard_size, dtype=dtype)
 
-    # -- what runs, explained
-
-    @property
-    def program(self) -> fx.GraphModule:
-        """This rank's program, the one of the last step: ``print(model.program.code)``."""
-        return self._last.program
-
-    @property
-    def blocks(self) -> Blocks:
-        """This rank's blocks: ``print(model.blocks["F&B"].code)``."""
-        return self._last.blocks
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of all ranks, as it runs."""
-        return self._schedule
-
-    @property
-    def source(self) -> nn.Module:
-        """The structure of the user's model, on the meta device."""
-        return self._tracer.model
-
-    @property
-    def stepped(self) -> bool:
-        """Was there a step, so that there is a :attr:`last_step`?"""
-        return self._observed is not None
-
-    @property
-    def mesh(self) -> Mesh:
-        """This process's place among the ranks, and its groups."""
-        return self._mesh
-
-    @property
-    def lowered(self) -> Lowered:
-        """The traced model of the last step: chunks, units, shards."""
-        return self._last.lowered
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The type of the matrix products: autocast's, or the largest parameter's."""
-        if self._options.autocast is not None:
-            return self._options.autocast
-        return max((v for v in self._state.values() if v.is_floating_point()), key=Tensor.numel).dtype
-
-    @property
-    def plan(self) -> Plan:
-        """Tensor-parallel styles and shards, and the partition into chunks."""
-        return self._plan
-
-    def report(self) -> Report:
-        """What was built, and what the last step was worth: ``print(model.report())``. Local."""
-        last = self._observed.metrics() if self._observed is not None else None
-        choice = self._decision.choice if self._decision is not None else None
-        return make_report(
-            self._last, self._plan, self._mesh, self._options, len(self._artefacts), last, choice
-        )
-
-    @property
-    def last_step(self) -> StepMetrics:
-        """The last :meth:`step` in numbers: ``print(model.last_step)``. Every rank may ask, or only one."""
-        if self._observed is None:
-            raise BraidError(
-                "there was no step() yet, or torch's runtime ran it, which leaves no times; call step(**batch)"
-            )
-        return self._observed.metrics()
-
-    def timeline(self) -> RankTimeline:
-        """This rank's spans of the last step, if :meth:`record` ran it; in ticks of its clock. Local."""
-        if self._observed is None or self._observed.timeline is None:
-            raise BraidError("the last step was not recorded; call record(**batch) in place of step(**batch)")
-        return self._observed.timeline
-
-    def write_timeline(self, path: str | Path | None = None) -> Timeline:
-        """The spans of all ranks as one timeline, and as one file for Perfetto, chrome://tracing and
-        ``fxbraid draw --measured`` (written by the first rank; None writes none). Collective; raises
-        :class:`BraidError` on every rank where the file can't be written."""
-        if self._observed is None:
-            raise BraidError("there was no step() yet; call record(**batch) first")
-        timeline = gather(self._observed)
-        save(timeline, path, self._mesh)
-        return timeline
-
     def measure_peak(self, **batch: Any) -> int:
         """Run one step node by node and return the peak of this rank's live activation bytes.
 
@@ -324,55 +237,7 @@ class BraidedModel(nn.Module):
         with self._no_autocast(), self._gradients.untouched():
             return measure_peak(begun.engine, inputs, held=self._state.values())
 
-    def profile(self, *, repeats: int = 5, cache: bool = True) -> Profile:
-        """Seconds of every distinct unit by key, and links: measured once, cached on disk, the same on all ranks;
-        what :meth:`simulate` and ``braid(order=...)`` take. Collective: every rank calls it. See
-        :func:`fxbraid.profile`."""
-        lowered = next((e.lowered for (_, training), e in self._engines.items() if training), None)
-        if lowered is None:
-            lowered = self._tracer.lower(self._example, self._schedule.placement)
-        return make_profile(
-            lowered, self._artefacts, self._mesh, self._schedule, repeats=repeats, cache=cache
-        )
-
-    def simulate(
-        self,
-        seconds: Mapping[str, float] | None = None,
-        *,
-        collective: CollectiveTime | None = None,
-        link: Link = INSTANT,
-    ) -> Result:
-        """Predict one training step of all ranks: time, bubble, exposed communication, memory, critical path.
-
-        ``seconds``: a :class:`Profile`, which brings its links, or seconds by unit key (default: measured here).
-        ``collective``: bytes -> seconds of an all-reduce. The order of units, messages and collectives is that of the
-        program. Local: no rank waits for another.
-        """
-        lowered = self._everything()
-        times = as_profile(profile(lowered, self._artefacts) if seconds is None else seconds)
-        if self._options.collectives == "free":
-            collective = _free
-        costs = workload(
-            lowered,
-            times,
-            collective=collective or times.all_reduce.seconds,
-            reduce=times.replicas.seconds if self._mesh.dp_size > 1 else None,
-            link=link,
-            label=times.label,
-        )
-        return simulate(
-            self._schedule,
-            replace(costs, links=times.links(), contention=times.share),
-            braided=self._options.collectives != "blocking",
-            ordered_by=self._ordered_by,
-        )
-
     # -- inside
-
-    @property
-    def _ordered_by(self) -> Workload | None:
-        """The costs that units in blocks are ordered by; None is the paper's order."""
-        return self._decision.ordered_by if self._decision is not None else None
 
     def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
         options = self._options
@@ -387,14 +252,6 @@ class BraidedModel(nn.Module):
         return decide(
             asked, self._mesh, self._artefacts, lambda placement: self._tracer.lower(example_batch, placement)
         )
-
-    def _everything(self) -> Lowered:
-        """The units of all chunks, also of other ranks, at the shapes of the first training trace."""
-        if "_all" not in self.__dict__:
-            self.__dict__["_all"] = self._tracer.lower(
-                self._example, self._schedule.placement, everything=True
-            )
-        return cast(Lowered, self.__dict__["_all"])
 
     def _engine(self, lowered: Lowered, *, training: bool) -> Engine:
         return Engine(
@@ -537,13 +394,3 @@ class BraidedModel(nn.Module):
             "a BraidedModel holds process groups and compiled programs, which can't be copied or pickled; save "
             "state_dict(), and braid() again where it is loaded"
         )
-
-
-def _free(size: int) -> float:
-    return 0.0
-
-
-def _model_output(outputs: dict[str, Any]) -> Any:
-    from transformers.utils.generic import ModelOutput
-
-    return ModelOutput(**outputs)

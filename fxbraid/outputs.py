@@ -75,3 +75,10 @@ def nested(outputs: Mapping[str, Any]) -> dict[str, Any]:
         if any(value is not None for value in found.values()):
             result[key] = tuple(found.get(index) for index in range(max(found) + 1))
     return result
+
+
+def model_output(outputs: dict[str, Any]) -> Any:
+    """``outputs`` as ``transformers`` returns them, for attributes and keys."""
+    from transformers.utils.generic import ModelOutput
+
+    return ModelOutput(**outputs)
