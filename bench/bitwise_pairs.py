@@ -11,10 +11,10 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fxbraid.bench.parity import Part
+from fxbraid.runtime.ranks import gather
 from fxbraid.schedule import Phase, Schedule, parts
 
 
@@ -40,8 +40,7 @@ def digest_of(loss: Tensor, parts: Iterable[Part]) -> str:
     for part in parts:
         if part.grad is not None:
             mine[f"{part.name}[{part.index}/{part.count}]"] = _sha(part.grad)
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    everyone: list[dict[str, str]] = gather(mine)
     whole: dict[str, str] = {}
     for rank, one in enumerate(everyone):
         for name, value in one.items():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fxbraid import simulate
 from fxbraid.runtime import emulate
 from fxbraid.runtime.emulate import Link
+from fxbraid.runtime.ranks import gather
 
 KINDS = ("attn", "mlp")
 PHASES = ("F", "I", "W")
@@ -144,8 +145,7 @@ def measure_times(model: nn.Module, micro: Mapping[str, Any], tp_size: int, *, c
         for unit in units
         if unit.matmuls
     }
-    everyone: list[dict[tuple[str, str], float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    everyone: list[dict[tuple[str, str], float]] = gather(mine)
     return Times(
         {key: statistics.median(one[key] for one in everyone) for key in mine}, "measured on this machine"
     )

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fxbraid.runtime.ranks import gather
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -112,8 +114,7 @@ def compare(loss: Tensor, parts: Iterable[Part], reference: Reference) -> Differ
 
 def _check_cover(mine: Mapping[str, Part], reference: Reference) -> None:
     facts = {name: (part.index, part.count, part.grad is not None) for name, part in mine.items()}
-    gathered: list[dict[str, tuple[int, int, bool]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, facts)
+    gathered: list[dict[str, tuple[int, int, bool]]] = gather(facts)
     for rank, found in enumerate(gathered):
         for name, (_, _, has_grad) in found.items():
             if name not in reference.shapes:

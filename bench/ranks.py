@@ -32,6 +32,7 @@ from fxbraid.bench.models import build_model, make_batch
 from fxbraid.bench.parity import Difference, Reference, compare, run_reference
 from fxbraid.runtime import emulate
 from fxbraid.runtime.launch import process_group
+from fxbraid.runtime.ranks import gather
 
 LOSS_TOL = 1e-6
 GRAD_TOL = 1e-5
@@ -232,8 +233,7 @@ class _Bench:
             digest = digest_of(loss, parts)
             del parts
         engine.zero_grad()
-        peaks: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(peaks, engine.peak_bytes(self._batch))
+        peaks: list[int | None] = gather(engine.peak_bytes(self._batch))
         row = Row(
             entry.name,
             engine.label,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fxbraid.bench.engines import Batch, BraidEngine, Engine
 from fxbraid.runtime import emulate
+from fxbraid.runtime.ranks import gather
 
 LOOPBACK = "wall clock, gloo on loopback"
 
@@ -69,7 +70,6 @@ def shares(engine: Engine) -> dict[str, float]:
             value = getattr(last, f"{name}_share", None)
             if value is not None:
                 mine[name] = float(value)
-    everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    everyone: list[dict[str, float]] = gather(mine)
     names = set.intersection(*(set(one) for one in everyone))
     return {name: sum(one[name] for one in everyone) / len(everyone) for name in sorted(names)}

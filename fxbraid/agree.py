@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .passes.errors import BraidError
+from .runtime import ranks
 from .runtime.profile import Profile
 from .schedule import Schedule
 
@@ -28,11 +28,7 @@ Facts = dict[str, tuple[str, str]]
 def agree(arguments: Mapping[str, Any]) -> None:
     """Raise :class:`BraidError` on every rank, with the argument and the values, where one differs between ranks.
     Collective over the default process group; without one nothing is communicated."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, facts(arguments))
-    if said := disagreement(found):
+    if ranks.several() and (said := disagreement(ranks.gather(facts(arguments)))):
         raise BraidError(said)
 
 
@@ -51,13 +47,13 @@ def facts(arguments: Mapping[str, Any]) -> Facts:
 def disagreement(found: Sequence[Facts]) -> str | None:
     """The sentence about the first argument that differs, None where all ranks say the same."""
     for name in found[0]:
-        ranks: dict[str, list[int]] = {}
+        alike: dict[str, list[int]] = {}
         for rank, said in enumerate(found):
-            ranks.setdefault(said[name][1], []).append(rank)
-        if len(ranks) > 1:
+            alike.setdefault(said[name][1], []).append(rank)
+        if len(alike) > 1:
             values = "; ".join(
                 f"{found[mine[0]][name][0]} on rank{'s' * (len(mine) > 1)} {_listed(mine)}"
-                for mine in ranks.values()
+                for mine in alike.values()
             )
             return (
                 f"{name} differs between ranks ({values}), so they would build programs that wait for each other for "
@@ -96,6 +92,6 @@ def describe(value: Any) -> str:
     )
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    few = ", ".join(map(str, ranks[:8]))
-    return few if len(ranks) <= 8 else f"{few} and {len(ranks) - 8} more"
+def _listed(found: Sequence[int]) -> str:
+    few = ", ".join(map(str, found[:8]))
+    return few if len(found) <= 8 else f"{few} and {len(found) - 8} more"

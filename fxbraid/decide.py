@@ -121,7 +121,7 @@ def _told(mesh: Mesh, decision: Callable[[], Choice]) -> Choice:
             mine = _say(decision())
         except schedules.ScheduleError as raised:
             mine, error = {"error": str(raised)}, raised
-    said = meet(mesh, mine)[0]
+    said = meet(mine)[0]
     if "error" in said:
         raise error or schedules.ScheduleError(said["error"])
     return _hear(said)

@@ -15,12 +15,11 @@ from torch import Tensor
 from .metrics import RankLog, StepMetrics, divide
 from .passes.block import TIMING_ONLY, Collectives
 from .passes.errors import BraidError
-from .runtime import emulate
+from .runtime import emulate, ranks
 from .runtime.costs import chunk_cost
 from .runtime.engine import Engine
 from .runtime.measure import predict_peak
 from .runtime.mesh import Mesh
-from .runtime.profile import meet
 from .runtime.record import Rows, share, share_bytes
 from .runtime.record_step import Recording, rank_timeline
 from .simulate import ChunkCost, Link, Workload
@@ -140,8 +139,7 @@ def save(timeline: Timeline, path: str | Path | None, mesh: Mesh) -> None:
             timeline.save(path)
         except OSError as error:
             why = f"the timeline can't be written to {path}: {error.strerror or error}"
-    if found := next(filter(None, meet(mesh, why)), None):
-        raise BraidError(found)
+    ranks.raise_together(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +210,6 @@ def _link(engine: Engine) -> Link | None:
     session = emulate.active()
     if session is None or engine.mesh.pp_size < 2:
         return None
-    ranks = [row[engine.mesh.tp_rank] for row in engine.mesh.ranks[:2]]
-    link = session.cluster.link(ranks, message=True)
+    ends = [row[engine.mesh.tp_rank] for row in engine.mesh.ranks[:2]]
+    link = session.cluster.link(ends, message=True)
     return Link(link.alpha_s, link.beta_bytes_per_s, link.rendezvous)

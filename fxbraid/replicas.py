@@ -17,8 +17,8 @@ from torch import Tensor
 from .agree import describe, disagreement
 from .passes.errors import BraidError
 from .passes.settle import TP_RANK
+from .runtime import ranks
 from .runtime.mesh import Mesh
-from .runtime.profile import meet
 from .runtime.record import quiet_group
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Replicas:
                     "made, or load it from one checkpoint"
                 )
                 break
-        if said := next(filter(None, meet(self._mesh, why)), None):
+        if said := next(filter(None, ranks.gather(why)), None):
             raise BraidError(said)
 
     def together(self, prepare: Callable[[], T], batch: Mapping[str, Any]) -> T:
@@ -79,9 +79,7 @@ class Replicas:
 
     def _why(self, told: Mapping[str, Any], error: BraidError | None) -> str:
         """The same sentence on every rank: what the first rank that refused its batch said, or how batches differ."""
-        found: list[Any] = [None] * dist.get_world_size(self._mesh.world_group)
-        said = None if error is None else str(error)
-        dist.all_gather_object(found, (dict(told), said), group=self._mesh.world_group)
+        found = ranks.gather((dict(told), None if error is None else str(error)))
         for rank, (_, words) in enumerate(found):
             if words is not None:
                 return f"{words} (on rank {rank}, so no rank runs this batch)"

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from .checkpoint import ranks
 from .passes.cost import training_flops
 from .passes.errors import BraidError
+from .runtime import ranks
 from .simulate.device import DEVICES
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from ..schedule import Schedule
 from ..schedule.listorder import CostOrder, Orders, UnitTime
 from ..schedule.lower import channels
 from ..simulate import ChunkCost, Link, UnitCost, Workload
-from . import emulate
+from . import emulate, ranks
 from .costs import chunk_cost, place_of, unit_seconds
 from .links import INSTANT, LinkTime, Sizes, links_of, measure_links, sizes_of
 from .mesh import Mesh
@@ -130,12 +130,12 @@ def make_profile(
     session = emulate.active()
     if session is not None and session.cluster.clock != "wall":
         return _emulated(lowered, mesh, schedule, session)
-    columns = _columns(meet(mesh, {**dataclasses.asdict(sizes_of(lowered)), "repeats": repeats}))
+    columns = _columns(meet({**dataclasses.asdict(sizes_of(lowered)), "repeats": repeats}))
     if len(asked := set(columns.pop("repeats"))) > 1:
         raise BraidError(f"repeats differs between ranks: {sorted(asked)}; give all ranks the same")
     largest = {name: max(found) for name, found in columns.items()}
     facts = {
-        "machine": sorted({json.dumps(fact, sort_keys=True) for fact in meet(mesh, _machine(mesh))}),
+        "machine": sorted({json.dumps(fact, sort_keys=True) for fact in meet(_machine(mesh))}),
         "torch": torch.__version__,
         "compile": str(artefacts.mode),
         "world": {"tp": mesh.tp_size, "pp": mesh.pp_size, "placement": schedule.placement.kind}
@@ -145,14 +145,14 @@ def make_profile(
     emulated = session is not None
     store = ProfileCache.of(facts) if cache and not emulated else None
     names = links_of(mesh, schedule)
-    known = meet(mesh, store.read(names) if store is not None and mesh.world_rank == 0 else None)[0]
+    known = meet(store.read(names) if store is not None and mesh.world_rank == 0 else None)[0]
     known = known or {"seconds": {}, "links": None}
     missing = [unit for unit in _units(lowered) if unit.key not in known["seconds"]]
     measured = unit_seconds(missing, artefacts, repeats=repeats)
     links = known["links"]
     if links is None:
         links = measure_links(lowered, artefacts, mesh, schedule, Sizes(**largest), repeats=repeats)
-    merged = _merged(meet(mesh, {"seconds": measured, "links": links}))
+    merged = _merged(meet({"seconds": measured, "links": links}))
     merged["seconds"] = {**known["seconds"], **merged["seconds"]}
     if store is not None and mesh.world_rank == 0 and merged != known:
         store.write(merged)
@@ -174,7 +174,7 @@ def gather_workload(lowered: Lowered, profile: Profile, mesh: Mesh) -> Workload:
         for index, chunk in lowered.chunks.items()
     }
     found: dict[str, Any] = {}
-    for part in meet(mesh, here):
+    for part in meet(here):
         found = {**part, **found}
     count = len(lowered.partition.chunks)
     made: dict[str, ChunkCost] = {}
@@ -202,13 +202,10 @@ def order_from(costs: Workload, lowered: Lowered) -> CostOrder:
     return CostOrder(times, Orders(costs.contention))
 
 
-def meet(mesh: Mesh, value: Any) -> list[Any]:
-    """``value`` (anything that JSON can say) of every rank of every replica, by global rank. Collective."""
-    if mesh.world_group is None:
-        return [json.loads(json.dumps(value))]
-    found: list[Any] = [None] * dist.get_world_size(mesh.world_group)
-    dist.all_gather_object(found, json.dumps(value), group=mesh.world_group)
-    return [json.loads(text) for text in found]
+def meet(value: Any) -> list[Any]:
+    """Every rank's ``value``, which is what JSON can say, as JSON says it back: like a file of the cache.
+    Collective over all ranks of all replicas."""
+    return [json.loads(text) for text in ranks.gather(json.dumps(value))]
 
 
 # -- inside
@@ -281,13 +278,13 @@ def _emulated(lowered: Lowered, mesh: Mesh, schedule: Schedule, session: Any) ->
     # By place: units that compute the same may be given different times.
     mine = {place_of(unit): float(session.units.of(unit)) for unit in _units(lowered)}
     seconds: dict[str, float] = {}
-    for part in meet(mesh, mine):
+    for part in meet(mine):
         seconds.update(part)
     cluster, tp = session.cluster, mesh.tp_size
     all_reduce = INSTANT
     if tp > 1 and mesh.tp_group is not None:
-        ranks = dist.get_process_group_ranks(mesh.tp_group)
-        link = cluster.link(ranks, message=False, description=mesh.tp_group.group_desc)
+        members = dist.get_process_group_ranks(mesh.tp_group)
+        link = cluster.link(members, message=False, description=mesh.tp_group.group_desc)
         moved = emulate.factor(emulate.Op.ALL_REDUCE, tp)
         all_reduce = LinkTime(link.alpha_s, link.beta_bytes_per_s / moved)
     replicas = INSTANT

@@ -200,7 +200,7 @@ def test_a_timeline_that_cannot_be_written_is_said_on_every_rank(
     with pytest.raises(BraidError, match=r"the timeline can't be written to .*: No such file"):
         model.write_timeline(tmp_path / "nope" / "x.json")
     timeline = model.write_timeline()
-    monkeypatch.setattr(observe, "meet", lambda _, mine: ["it can't be written", mine])
+    monkeypatch.setattr("fxbraid.runtime.ranks.gather", lambda mine: ["it can't be written", mine])
     second = Mesh(torch.device("cpu"), pp_size=2, pp_rank=1)
     for path in (tmp_path / "x.json", None):
         with pytest.raises(BraidError, match="it can't be written"):

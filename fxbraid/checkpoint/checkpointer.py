@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from ..model import BraidedModel
 from ..passes.errors import BraidError
+from ..runtime import ranks
 from ..zero import inner
 from . import folder as folders
 from . import optimizer as optimizers
-from . import ranks, rng, storage
+from . import rng, storage
 from .codec import decode, encode
 from .commit import Commit, facts
 from .files import NAMES

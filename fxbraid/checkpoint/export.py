@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..passes.errors import BraidError
-from . import ranks
+from ..runtime import ranks
 from .files import DTYPES, Spec, in_order, replace_text, sync_folder, write_safetensors
 from .folder import Saved, problems
 from .held import Box, Held, held, structure

@@ -1,4 +1,4 @@
-"""What all ranks say, on all ranks: small things, in the thread that trains."""
+"""What all ranks say, on all ranks: small Python objects, in the thread that trains."""
 
 from __future__ import annotations
 
