@@ -6,6 +6,9 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # Profiles that tests measure are nobody else's, and tests find none of the user's.
 os.environ["FXBRAID_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxbraid-test-")
@@ -18,10 +21,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def pytest_collection_modifyitems(config, items):  # type: ignore[no-untyped-def]
     """Slow tests run when they are asked for (-m slow, or -m "")."""
-    import pytest
-
     if config.getoption("-m"):
         return
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+
+
+@pytest.fixture(scope="module")
+def shared_traces() -> Iterator[None]:
+    """For the tests of a file that use it: equal models are traced once in this process (``parity.share_traces``)."""
+    import fxbraid.tracing
+
+    from .parity import share_traces
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fxbraid.tracing, "lower_model", fxbraid.tracing.lower_model)  # put back afterwards
+        share_traces()
+        yield

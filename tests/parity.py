@@ -27,6 +27,16 @@ class KeepDouble(TorchFunctionMode):
     """float64 stays float64 where Hugging Face casts to float32 (norms, loss), in the plain model and in the trace
     alike: without it nothing could agree to 1e-12."""
 
+    entered = 0
+
+    def __enter__(self) -> Any:
+        KeepDouble.entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        KeepDouble.entered -= 1
+        return super().__exit__(*error)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -254,28 +264,32 @@ def relative(got: Tensor, wanted: Tensor, scale: Tensor | None = None, least: fl
     return error if error == error else float("inf")
 
 
+_TRACED: dict[str, Any] = {}
+
+
 def share_traces() -> None:
     """Trace each combination of model, shapes and chunks once per process: the cases differ in what they do with
-    it, and tracing is most of a case's time."""
-    traced: dict[Any, Any] = {}
+    it, and tracing is most of a case's time. In a test the fixture ``shared_traces`` does it, for its file."""
 
     def lower_once(source: nn.Module, micro: dict[str, Any], **options: Any) -> Any:
+        config = getattr(source, "config", None)
+        if config is None:
+            return lower_model(source, micro, **options)  # a test's own class may close over anything
         shapes = {k: (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else v for k, v in micro.items()}
         weights = [
-            (n, tuple(p.shape), str(p.dtype)) for n, p in source.named_parameters(remove_duplicate=False)
+            (n, tuple(p.shape), str(p.dtype), p.requires_grad)
+            for n, p in source.named_parameters(remove_duplicate=False)
         ]
-        key = repr(
-            (
-                type(source),
-                weights,
-                source.config.tie_word_embeddings,
-                shapes,
-                sorted(options.items(), key=str),
-            )
-        )
-        if key not in traced:
-            traced[key] = lower_model(source, micro, **options)
-        return traced[key]
+        modules = [
+            (n, type(m), m.training, getattr(m, "gradient_checkpointing", None), m.extra_repr())
+            for n, m in source.named_modules()
+        ]
+        attention = getattr(config, "_attn_implementation", None)
+        doubles = KeepDouble.entered > 0
+        key = repr((modules, config, attention, weights, shapes, doubles, sorted(options.items(), key=str)))
+        if key not in _TRACED:
+            _TRACED[key] = lower_model(source, micro, **options)
+        return _TRACED[key]
 
     fxbraid.tracing.lower_model = lower_once  # type: ignore[attr-defined]
 

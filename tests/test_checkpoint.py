@@ -38,6 +38,8 @@ from tests.checkpointed import braid, kill_while_saving, optimizer_of, train
 from tests.test_weights import mixtral
 from tests.tiny import batch, qwen2
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 MODEL, OPTIMIZER = "model-00000-000.safetensors", "optimizer-00000-000.safetensors"
 
 

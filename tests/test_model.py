@@ -15,6 +15,8 @@ from fxbraid.runtime.unit import BoundUnit
 
 from .tiny import batch, qwen2
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def braid(model: nn.Module, example: dict[str, Any] | None = None, **options: Any) -> fxbraid.BraidedModel:
     given: dict[str, Any] = {"n_microbatches": 2, "compile": False, **options}

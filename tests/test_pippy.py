@@ -117,14 +117,11 @@ def test_torch_reads_every_composite_and_says_it_back(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def alone(tmp_path_factory: pytest.TempPathFactory, shared_traces: None) -> Iterator[None]:
     """A group of this process alone, in which equal models are traced once."""
     store = tmp_path_factory.mktemp("pippy") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fxbraid.tracing, "lower_model", fxbraid.tracing.lower_model)  # put back afterwards
-        share_traces()
-        yield
+    yield
     dist.destroy_process_group()
 
 

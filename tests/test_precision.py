@@ -15,6 +15,8 @@ from fxbraid.passes.errors import BraidError
 from . import lockstep
 from .tiny import batch, lower, qwen2
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 LOW = torch.bfloat16
 
 

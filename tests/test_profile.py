@@ -23,6 +23,8 @@ from fxbraid.schedule import build
 
 from .tiny import batch, qwen2
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 VALUES = {"seconds": {"a": 1e-3}, "links": {"all_reduce": [1e-5, 1e9], "contention": [-0.01]}}
 
 

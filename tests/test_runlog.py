@@ -17,6 +17,8 @@ from fxbraid.runlog import known_peak, line
 
 from .tiny import SEQ, batch, qwen2
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 class Seconds:
     """A clock that goes on by a second whenever it is read."""

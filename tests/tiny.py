@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,11 +53,19 @@ def batch(rows: int = 4, seq: int = SEQ, *, seed: int = 0, mask: bool = True) ->
 
 
 def lower(model: nn.Module | None = None, *, n_chunks: int = 2, tp_size: int = 2, **options: Any) -> Lowered:
-    """The passes up to units, for all chunks."""
+    """The passes up to units, for all chunks. The default model's with no further options are made once a process:
+    who changes something in them puts it back."""
+    if model is None and not options:
+        return _default(n_chunks, tp_size)
     micro = batch(2)
     return lower_model(
         model if model is not None else qwen2(), micro, n_chunks=n_chunks, tp_size=tp_size, **options
     )
+
+
+@cache
+def _default(n_chunks: int, tp_size: int) -> Lowered:
+    return lower(qwen2(), n_chunks=n_chunks, tp_size=tp_size)
 
 
 def context(lowered: Lowered, *, sends: tuple[str, ...] = (), collectives: Any = "overlap") -> Any:
