@@ -6,11 +6,15 @@ import contextlib
 import ctypes
 import os
 import pickle
+import select
+import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 #: worth importing once where the launcher has them too: it is then about to launch ranks that use them
 HEAVY = (
@@ -25,6 +29,11 @@ HEAVY = (
 )
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+
+_SCRIPT = [sys.executable, "-P", "-u", str(Path(__file__).with_name("fork_main.py"))]
+
+#: variables that differ from launch to launch, and that nothing reads while it is imported
+_EACH = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
 
 #: one launch at a time may have this process adopt orphans: that is a property of the whole process
 _ADOPTS = threading.Lock()
@@ -99,23 +108,85 @@ def _fork(
         "env": [dict(env) for env in environments],
     }
     (job / "fork").write_bytes(pickle.dumps(spec))
-    script = str(Path(__file__).with_name("fork_main.py"))
+    env = {k: v for k, v in environments[0].items() if k not in ("RANK", "LOCAL_RANK")}
     with _adopting():
-        done = subprocess.run(
-            [sys.executable, "-P", "-u", script, str(job), str(os.getpid())],
-            env={k: v for k, v in environments[0].items() if k not in ("RANK", "LOCAL_RANK")},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[*outputs, gate],
-            start_new_session=True,
-            check=False,
-            text=True,
-            timeout=timeout_s,
-        )
-    words = done.stdout.split()
-    good = done.returncode == 0 and len(words) == len(outputs) and all(word.isdigit() for word in words)
+        if os.environ.get("FXBRAID_FORK") == "keep":
+            words = _Kept.of(job, spec, env).fork(job, [gate, *outputs], timeout_s).split()
+        else:
+            done = subprocess.run(
+                [*_SCRIPT, str(job), str(os.getpid())],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[*outputs, gate],
+                start_new_session=True,
+                check=False,
+                text=True,
+                timeout=timeout_s,
+            )
+            words = done.stdout.split() if done.returncode == 0 else []
+    good = len(words) == len(outputs) and all(word.isdigit() for word in words)
     return [int(word) for word in words] if good else None
+
+
+class _Kept:
+    """The process that ``FXBRAID_FORK=keep`` leaves for the next launch: one, for one environment."""
+
+    _now: _Kept | None = None
+
+    def __init__(self, key: Any, job: Path, env: Mapping[str, str]) -> None:
+        self._key = key
+        self._owner = os.getpid()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [*_SCRIPT, str(job), str(os.getpid()), str(theirs.fileno())],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @classmethod
+    def of(cls, job: Path, spec: Mapping[str, Any], env: Mapping[str, str]) -> _Kept:
+        """The one there is, where it has imported what ``spec`` wants in an environment like ``env``; or a new one."""
+        key = (
+            spec["modules"][:-1],
+            spec["path"],
+            {name: value for name, value in env.items() if name not in _EACH},
+        )
+        kept = cls._now
+        if kept is None or kept._key != key or kept._owner != os.getpid() or kept._process.poll() is not None:
+            if kept is not None and kept._owner == os.getpid():
+                kept.end()
+            cls._now = kept = cls(key, job, env)
+        return kept
+
+    def fork(self, job: Path, descriptors: Sequence[int], timeout_s: float) -> str:
+        """What the script prints for ``job``, once its process has ended. Raises ``subprocess.TimeoutExpired``."""
+        read, write = os.pipe()
+        with open(read, encoding="ascii") as said:
+            try:
+                socket.send_fds(self._socket, [os.fsencode(job)], [write, *descriptors])
+            except OSError:  # it has died
+                return ""
+            finally:
+                os.close(write)
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                self.end()
+                raise subprocess.TimeoutExpired(_SCRIPT, timeout_s)
+            return said.readline() if self._socket.recv(1) else ""
+
+    def end(self) -> None:
+        """With what it is forking."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._socket.close()
+        type(self)._now = None
 
 
 @contextlib.contextmanager

@@ -94,7 +94,8 @@ def launch(
     stderr, with the rank in front).
 
     On Linux without a GPU several ranks are forked from one process that has imported the target's module and what of
-    torch and transformers this process has imported (``FXBRAID_FORK=0``: each rank imports for itself).
+    torch and transformers this process has imported (``FXBRAID_FORK=0``: each rank imports for itself; ``keep``: that
+    process stays for the launches to come, which then start at once).
 
     Raises ``RankError`` when a rank raises or dies; its siblings are ended (SIGTERM, a second later
     SIGKILL), also while they wait in a collective. Raises ``RankTimeout`` after ``timeout_s`` seconds.

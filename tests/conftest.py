@@ -15,6 +15,7 @@ os.environ["FXBRAID_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxbraid-test-")
 atexit.register(shutil.rmtree, os.environ["FXBRAID_CACHE_DIR"], ignore_errors=True)
 os.environ["FXBRAID_VERIFY"] = "1"
 os.environ["FXBRAID_POISON"] = "1"  # receive buffers are NaN from the moment that nothing should read them
+os.environ.setdefault("FXBRAID_FORK", "keep")  # a worker's launches share what ranks import
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

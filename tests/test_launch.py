@@ -126,14 +126,14 @@ def nothing_to_import_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked, "HEAVY", ())
 
 
-@pytest.fixture(params=["0", "1"], ids=["started", "forked"])
+@pytest.fixture(params=["0", "1", "keep"], ids=["started", "forked", "kept"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("FXBRAID_FORK", request.param)
 
     def refuse(*_: object) -> None:
         raise AssertionError("ranks were started, not forked" if forks else "ranks were forked, not started")
 
-    forks = request.param == "1" and forked.possible()
+    forks = request.param != "0" and forked.possible()
     if forks:
         monkeypatch.setattr(start, "start_process", refuse)
     else:
@@ -153,6 +153,29 @@ def test_ranks_are_this_processs_own_children_in_groups_of_their_own(way: str) -
         assert (parent, group, name) == (os.getpid(), pid, str(rank))
         with pytest.raises(ChildProcessError):  # waited for: no zombie is left
             os.waitpid(pid, os.WNOHANG)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_what_is_kept_serves_later_launches_and_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXBRAID_FORK", "keep")
+    if not forked.possible():
+        pytest.skip("ranks are not forked here")
+    monkeypatch.setattr(start, "start_process", lambda *_: pytest.fail("a rank was started, not forked"))
+
+    def kept_after_a_launch() -> int:
+        assert len(set(launch("os:getpid", (), nproc=2, timeout_s=60))) == 2
+        assert forked._Kept._now is not None
+        return forked._Kept._now._process.pid
+
+    first, again = kept_after_a_launch(), kept_after_a_launch()
+    assert first == again
+    os.kill(first, signal.SIGKILL)
+    forked._Kept._now._process.wait()  # type: ignore[union-attr]
+    second = kept_after_a_launch()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # something that an import may have read
+    third = kept_after_a_launch()
+    assert len({first, second, third}) == 3
+    assert not lives(second)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
