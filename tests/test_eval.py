@@ -201,6 +201,7 @@ def evaluate() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # test_vocab_ranks has eval and its refusals on 2 x 2 ranks, lockstep the rest
 def test_two_by_two_ranks() -> None:
     ranks = launch(evaluate, nproc=4, timeout_s=300)
     assert max(found["worst"] for found in ranks) <= 1e-12

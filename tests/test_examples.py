@@ -38,17 +38,14 @@ def test_a_plain_loop_stops_and_goes_on_with_fewer_ranks(tmp_path: Path) -> None
     assert (tmp_path / "runs/plain/final/config.json").exists()
 
 
+@pytest.mark.slow  # what they call has tests of its own; every script starts with torchrun as the first one does
 @pytest.mark.parametrize(
     ("script", "ranks", "options", "words"),
     [
         pytest.param("trainer", 2, ("--tp", "2", "--steps", "10"), "eval_loss", id="trainer"),
         pytest.param("titan", 2, ("--dp", "2", "--steps", "3"), "step 3", id="titan"),
-        pytest.param(
-            "plain", 4, ("--tp", "2", "--pp", "2"), "step 20", id="plain 2x2", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "titan", 4, ("--dp", "2", "--pp", "2"), "step 10", id="titan 2x2", marks=pytest.mark.slow
-        ),
+        pytest.param("plain", 4, ("--tp", "2", "--pp", "2"), "step 20", id="plain 2x2"),
+        pytest.param("titan", 4, ("--dp", "2", "--pp", "2"), "step 10", id="titan 2x2"),
     ],
 )
 def test_it_runs(script: str, ranks: int, options: tuple[str, ...], words: str, tmp_path: Path) -> None:

@@ -119,37 +119,46 @@ class Positions(Blocks):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
+ODD: list[Any] = [
+    lambda m, x, la: la["down"](la["up"](m.shared(x)).tanh() * la["gate"](x)),
+    lambda m, x, la: la["down"](la["up"](x).relu()) * m.scale + m.shared(x),
+    lambda m, x, la: la["down"](la["up"](x) + m.scale.sum()) * m.scale.mean(),
+    lambda m, x, la: la["down"](la["up"](x)) + x.cumsum(1),  # mixes tokens outside of a region
+    lambda m, x, la: la["down"](la["up"](x)) * x.amax((1, 2), keepdim=True),
+    lambda m, x, la: la["down"](la["up"](x.transpose(0, 1)).transpose(0, 1).sin()),
+    lambda m, x, la: la["down"](la["up"](torch.cat(x.chunk(2, -1)[::-1], -1) * (x.detach() > 0))),
+]
+
+
 @pytest.mark.parametrize(
-    "block",
+    ("number", "n_chunks"),
     [
-        lambda m, x, la: la["down"](la["up"](m.shared(x)).tanh() * la["gate"](x)),
-        lambda m, x, la: la["down"](la["up"](x).relu()) * m.scale + m.shared(x),
-        lambda m, x, la: la["down"](la["up"](x) + m.scale.sum()) * m.scale.mean(),
-        lambda m, x, la: la["down"](la["up"](x)) + x.cumsum(1),  # mixes tokens outside of a region
-        lambda m, x, la: la["down"](la["up"](x)) * x.amax((1, 2), keepdim=True),
-        lambda m, x, la: la["down"](la["up"](x.transpose(0, 1)).transpose(0, 1).sin()),
-        lambda m, x, la: la["down"](la["up"](torch.cat(x.chunk(2, -1)[::-1], -1) * (x.detach() > 0))),
+        # Each in one of the two ways in every run, the other one with -m slow.
+        pytest.param(k, n_chunks, marks=[pytest.mark.slow] * ((k + n_chunks) % 2))
+        for k in range(len(ODD))
+        for n_chunks in (1, 2)
     ],
 )
-def test_odd_paths_have_right_gradients(block: Any) -> None:
+def test_odd_paths_have_right_gradients(number: int, n_chunks: int) -> None:
+    """In one chunk, W gathering its inputs again, and in two."""
+    block = ODD[number]
     rows = make_batches(2, 2, mask=False, steps=1)[0]
     model = Positions(block)
     loss = model(**rows)["loss"]
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    for n_chunks, again in ((1, True), (2, False)):
-        ranks = lockstep.step(
-            model,
-            rows,
-            tp=2,
-            n_chunks=n_chunks,
-            tp_plan=PLAN,
-            verify=True,
-            sequence_parallel=True,
-            regather=again,
-        )
-        assert max(lockstep.errors(model, ranks, loss.detach(), grads)) <= 1e-12
+    ranks = lockstep.step(
+        model,
+        rows,
+        tp=2,
+        n_chunks=n_chunks,
+        tp_plan=PLAN,
+        verify=True,
+        sequence_parallel=True,
+        regather=n_chunks == 1,
+    )
+    assert max(lockstep.errors(model, ranks, loss.detach(), grads)) <= 1e-12
 
 
 def test_a_region_whose_tokens_are_one_dimension_with_the_batch() -> None:

@@ -16,6 +16,8 @@ from fxbraid.runtime.launch import launch, process_group
 
 from .tiny import batch, qwen2
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 ROWS = 4
 
 
@@ -157,7 +159,7 @@ def test_a_plain_model_is_refused(tmp_path: Path) -> None:
 
 
 def in_ranks(folder: Path, layouts: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
-    """Train and resume on each layout."""
+    """Train on each layout, and resume on the last one what the first one saved."""
     found = []
     with process_group(timeout_s=60, device_type="cpu"):
         for k, layout in enumerate(layouts):
@@ -185,9 +187,21 @@ def in_ranks(folder: Path, layouts: list[dict[str, Any]]) -> list[list[dict[str,
     return found
 
 
-def test_four_ranks_and_replicas_log_the_same(tmp_path: Path) -> None:
-    layouts = [{"tp_size": 2, "pp_size": 2}, {"dp_size": 2, "pp_size": 2, "tp_size": 1}]
+REPLICAS = {"dp_size": 2, "pp_size": 2, "tp_size": 1}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param([REPLICAS], id="replicas"),
+        pytest.param(
+            [{"tp_size": 2, "pp_size": 2}, REPLICAS], id="2x2, then replicas", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_four_ranks_and_replicas_log_the_same(tmp_path: Path, layouts: list[dict[str, Any]]) -> None:
+    """The last layout goes on from the first one's checkpoint, too."""
     want = plain(tmp_path / "plain")
     for found in launch(in_ranks, (tmp_path, layouts), nproc=4, timeout_s=280):
-        for replicas, logs in zip((1, 2, 2), found, strict=True):
-            assert_same(logs, want, replicas)
+        for layout, logs in zip([*layouts, layouts[-1]], found, strict=True):
+            assert_same(logs, want, layout.get("dp_size", 1))
