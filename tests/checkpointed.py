@@ -20,6 +20,7 @@ from fxbraid.checkpoint.folder import complete
 from fxbraid.runtime.launch import process_group
 
 from . import families
+from .parity import share_traces
 from .tiny import batch, qwen2
 
 ROWS = 8
@@ -67,6 +68,7 @@ def build(name: str) -> nn.Module:
 
 def save_in_ranks(place: Path, name: str, layouts: list[dict[str, Any]]) -> dict[str, Any]:
     """Train 2 steps on 2 x 2, save, train 2 more; resume on 2 x 2 and on each of ``layouts``: all losses."""
+    share_traces()
     with process_group(timeout_s=60, device_type="cpu"):
         same = {"tp_size": 2, "pp_size": 2}
         model = braid(build(name), **same)

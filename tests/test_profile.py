@@ -21,6 +21,7 @@ from fxbraid.runtime.mesh import Mesh
 from fxbraid.runtime.profile_cache import ProfileCache, _link
 from fxbraid.schedule import build
 
+from .parity import share_traces
 from .tiny import batch, qwen2
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -165,6 +166,7 @@ def test_orders_that_do_not_exist_and_times_that_do_not_fit() -> None:
 
 def in_ranks() -> tuple[dict[str, Any], dict[str, Any], str]:
     torch.set_num_threads(1)
+    share_traces()
     with process_group(timeout_s=60):
         model = fxbraid.braid(
             qwen2(), batch(4), tp_size=2, pp_size=2, n_microbatches=2, schedule="stp", compile=False

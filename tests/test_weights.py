@@ -20,6 +20,7 @@ from fxbraid.runtime.launch import launch, process_group
 from fxbraid.source import Source
 from fxbraid.state import skeleton
 from fxbraid.weights import Checkpoint
+from tests.parity import share_traces
 from tests.tiny import VOCAB, batch, qwen2
 
 
@@ -150,6 +151,7 @@ def test_what_is_wrong_on_disk_is_said_before_anything_is_read(tmp_path: Path) -
 
 def in_ranks(path: str, rows: int) -> list[Any]:
     """In each of 2 x 2 ranks: a checkpoint trained one step, its norm; and one that a single rank does not find."""
+    share_traces()
     with process_group(timeout_s=60, device_type="cpu"):
         options: dict[str, Any] = {"tp_size": 2, "pp_size": 2, "n_microbatches": 4, "compile": False}
         model = fxbraid.from_pretrained(path, batch(rows), **options)
