@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_pt_utils import get_parameter_names
+from transformers.trainer_utils import HubStrategy
 from transformers.utils.generic import can_return_loss, find_labels
 
 from .checkpoint.checkpointer import Checkpointer
@@ -249,16 +250,21 @@ class BraidTrainer(Trainer):
     # -- saving and resuming
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Plain Hugging Face files, and the tokenizer's. Collective: every rank calls it."""
+        """Plain Hugging Face files, and those of the tokenizer (``processing_class``, or the data collator's).
+        Collective: every rank calls it."""
         folder = Path(str(output_dir or self.args.output_dir))
         self._braided.save_pretrained(folder)
-        if self.args.should_save and self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if self.args.should_save and tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _checkpoints(self, folder: str) -> Checkpointer:
+        return Checkpointer(Path(folder) / STATE, keep=None, timeout_s=self.args.ddp_timeout)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with Checkpointer(Path(output_dir) / STATE, keep=None) as checkpoints:
+        with self._checkpoints(output_dir) as checkpoints:
             checkpoints.save(
                 self.state.global_step,
                 self._braided,
@@ -282,12 +288,11 @@ class BraidTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint) / STATE
-        with Checkpointer(folder, keep=None) as checkpoints:
+        with self._checkpoints(checkpoint) as checkpoints:
             if checkpoints.load(self._braided, _plain(self.optimizer), self.lr_scheduler) is None:
                 raise BraidError(
-                    f"{folder} holds no state of optimizer and scheduler (save_only_model=True?); train from "
-                    f"load_pretrained({checkpoint!r}) instead of resuming"
+                    f"{checkpoints.folder} holds no state of optimizer and scheduler (save_only_model=True?); train "
+                    f"from load_pretrained({checkpoint!r}) instead of resuming"
                 )
 
 
@@ -322,6 +327,13 @@ def _refuse(args: TrainingArguments, model: BraidedModel, options: dict[str, Any
     for name in ("compute_loss_func", "model_init"):
         if options.get(name) is not None:
             raise BraidError(f"{name}= can't be kept: the loss is part of the traced model; leave it out")
+    pushed = HubStrategy(args.hub_strategy)
+    if args.push_to_hub and pushed is not HubStrategy.END:
+        raise BraidError(
+            f"TrainingArguments(push_to_hub=True, hub_strategy={pushed.value!r}) can't be kept: it "
+            'would push a pickle of the arguments with every save; give hub_strategy="end", which pushes with '
+            "save_model() and push_to_hub()"
+        )
     if args.bf16 and model.compute_dtype is not torch.bfloat16:
         raise BraidError(
             f"TrainingArguments(bf16=True), but the model computes in {model.compute_dtype}; call braid() inside "

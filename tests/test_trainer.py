@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 import fxbraid
 from fxbraid import BraidError
@@ -83,14 +94,30 @@ def plain(folder: Path, **more: Any) -> list[dict[str, float]]:
     )
 
 
-def braided(folder: Path, model: fxbraid.BraidedModel | None = None, **more: Any) -> fxbraid.BraidTrainer:
-    model = model or fxbraid.braid(qwen2(), batch(ROWS), n_microbatches=2, compile=False)
+def made(**options: Any) -> fxbraid.BraidedModel:
+    return fxbraid.braid(qwen2(**options), batch(ROWS), n_microbatches=2, compile=False)
+
+
+@functools.cache
+def shared() -> fxbraid.BraidedModel:
+    """For tests to which it does not matter what a model has learned."""
+    return made()
+
+
+def braided(
+    folder: Path,
+    model: fxbraid.BraidedModel | None = None,
+    extra: dict[str, Any] | None = None,
+    **more: Any,
+) -> fxbraid.BraidTrainer:
+    model = model or made()
     return fxbraid.BraidTrainer(
         model=model,
         args=arguments(folder, **more),
         train_dataset=Rows(18),
         eval_dataset=Rows(7, seed=5),
         compute_metrics=accuracy,
+        **(extra or {}),
     )
 
 
@@ -125,10 +152,7 @@ def test_logs_are_those_of_the_plain_trainer(accumulated: int, tmp_path: Path) -
 def test_it_stops_and_goes_on_and_the_folder_is_plain(tmp_path: Path) -> None:
     whole = train(braided(tmp_path / "whole"))
     train(braided(tmp_path / "parts"))
-    again = braided(
-        tmp_path / "parts",
-        fxbraid.braid(qwen2(initializer_range=0.1), batch(ROWS), n_microbatches=2, compile=False),
-    )
+    again = braided(tmp_path / "parts", made(initializer_range=0.1))
     resumed = train(again, resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
     assert of(resumed, "loss") == of(whole, "loss")  # to the bit
     plain_model = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-3")
@@ -146,11 +170,84 @@ def test_it_stops_and_goes_on_and_the_folder_is_plain(tmp_path: Path) -> None:
         ({"bf16": True}, "the model computes in torch.float32"),
         ({"label_smoothing_factor": 0.1}, "the loss is part of the traced model"),
         ({"torch_compile": True}, "units are compiled by braid"),
+        ({"push_to_hub": True}, 'a pickle of the arguments with every save; give hub_strategy="end"'),
     ],
 )
 def test_what_cannot_be_kept_is_refused(option: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(BraidError, match=words):
-        braided(tmp_path, **option)
+        braided(tmp_path, shared(), **option)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of the tiny model's vocabulary."""
+    plain = Tokenizer(WordLevel({f"w{k}": k for k in range(96)}, unk_token="w0"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0", pad_token="w0")
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """At this rate each evaluation is worse than the one before: the first checkpoint is the best one."""
+    trainer = braided(
+        tmp_path,
+        learning_rate=2.0,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        save_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    logs = train(trainer)
+    assert of(logs, "eval_loss")[0] < of(logs, "eval_loss")[1]
+    best = tmp_path / "checkpoint-2"
+    assert trainer.state.best_model_checkpoint == str(best)
+    loaded = AutoModelForCausalLM.from_pretrained(best)
+    for name, parameter in trainer.model.named_parameters():  # type: ignore[union-attr]
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    assert trainer.evaluate()["eval_loss"] == of(logs, "eval_loss")[0]
+
+
+class Hub:
+    """Takes what is pushed."""
+
+    def __init__(self) -> None:
+        self.files: list[set[str]] = []
+
+    def create_repo(self, name: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(repo_id=f"somebody/{name}")
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, **_: Any) -> None:
+        assert repo_id == "somebody/model"
+        self.files.append({path.name for path in Path(folder_path).iterdir()})
+
+
+def test_the_tokenizer_goes_with_the_model_and_the_hub_gets_both_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub()
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    trainer = braided(
+        tmp_path / "run",
+        shared(),
+        extra={"processing_class": words()},
+        max_steps=2,
+        save_steps=1,
+        eval_strategy="no",
+        push_to_hub=True,
+        hub_strategy="end",
+        hub_model_id="model",
+    )
+    trainer.train()
+    assert hub.files == []
+    trainer.save_model()
+    (files,) = hub.files
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
+    trainer.data_collator, trainer.processing_class = SimpleNamespace(tokenizer=words()), None  # type: ignore[assignment]
+    trainer.save_model(str(tmp_path / "run" / "collated"), _internal_call=True)
+    for folder in ("", "checkpoint-1", "collated"):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / folder)
+        assert tokenizer("w7 w5 w95")["input_ids"] == [7, 5, 95]
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
 
 
 def test_a_plain_model_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ..model import BraidedModel
@@ -45,8 +46,9 @@ class Checkpointer:
     """Saves a :class:`~fxbraid.BraidedModel` and what trains it into ``folder``, and resumes from there.
 
     ``folder``: shared by all ranks; several runs must not write to the same one at once. ``keep``: how many checkpoints
-    stay (None: all). ``timeout_s``: how long a rank that has written its part waits for the others. ``max_file_bytes``:
-    of a file of tensors (a larger tensor has a file of its own).
+    stay (None: all). ``timeout_s``: how long a rank that has written its part waits for the others; by default the 30
+    minutes that torch gives a gloo group, so what ``torch.distributed.checkpoint`` waits. ``max_file_bytes``: of a file
+    of tensors (a larger tensor has a file of its own).
 
     Every method but :meth:`steps` is collective: all ranks call it, in the same order. ``with Checkpointer(...) as c:``
     waits at the end for what is still being written.
@@ -57,7 +59,7 @@ class Checkpointer:
         folder: str | Path,
         *,
         keep: int | None = 3,
-        timeout_s: float = 600.0,
+        timeout_s: float = default_pg_timeout.total_seconds(),
         max_file_bytes: int = 2**31,
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
