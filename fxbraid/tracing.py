@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from . import batch as batches
 from .options import Options
+from .passes.partition import Split
 from .passes.pipeline import Lowered, lower_model
 from .runtime.mesh import Mesh
 from .schedule import Placement
@@ -22,13 +23,13 @@ class Tracer:
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options) -> None:
         self.model = model
         self._mesh, self._options = mesh, options
-        self._split: str | Sequence[int] = options.split
+        self._split: Split = options.split
         self._vocabulary: tuple[str, ...] | None = None
 
     def settle(self, lowered: Lowered) -> None:
-        """Layers per chunk, and the parameters that are cut over the vocabulary, stay those of ``lowered``."""
+        """Where chunks begin, and the parameters that are cut over the vocabulary, stay those of ``lowered``."""
         self._vocabulary = tuple(sorted(lowered.vocabulary))
-        self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
+        self._split = lowered.partition.cut
 
     def under(self, options: Options) -> Tracer:
         """The same for other ``options``, with what is settled."""

@@ -24,7 +24,7 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,11 +36,12 @@ from .autocast import write_casts
 from .capture import fake_inputs
 from .joint import joint, split
 from .loss import loss_alone, normalise_loss
-from .partition import Partition, keyed_layers, partition
+from .partition import Partition, Split, partition
 from .regather import regather as regather_inputs
 from .sequence import shard_sequence
 from .settle import settle
 from .shard import Sharded, TpPlan, kept_whole
+from .stretches import keyed_layers
 from .trace import trace
 from .units import ChunkUnits, unique_names, units
 from .verify import verify_split, verify_units
@@ -82,7 +83,7 @@ def lower_model(
     only: Iterable[int] | None = None,
     tp_size: int = 1,
     tp_plan: str | Mapping[str, str] = "auto",
-    split_layers: str | Sequence[int] = "auto",
+    split_layers: Split = "auto",
     loss_reduction: str = "auto",
     vocab_parallel: bool | str | Collection[str] = "auto",
     training: bool = True,
@@ -126,7 +127,7 @@ def lower_model(
             captured, plan = shard_sequence(captured, plan, sharded.canonical)
     if autocast is not None:
         captured = write_casts(captured, autocast, device)
-    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training)
+    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), outputs=not training)
     outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}
     for index in range(n_chunks) if only is None else only:

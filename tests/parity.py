@@ -82,11 +82,14 @@ class Outcome:
 
 
 def make_model(name: str, *, tied: bool, layers: int, dtype: torch.dtype) -> nn.Module:
-    """``qwen2`` and ``llama`` for float32; for float64 ``odd``, or any family of the zoo. ``name-frozen``: its first
-    layer and embedding have no gradients."""
+    """``qwen2`` and ``llama`` for float32; for float64 ``odd``, ``towers:`` and a model of :mod:`tests.towers`, or any
+    family of the zoo. ``name-frozen``: its first layer and embedding have no gradients."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    from . import families, odd
+    from . import families, odd, towers
+
+    if name.startswith("towers:"):
+        return towers.MODELS[name.removeprefix("towers:")]()  # type: ignore[no-any-return]
 
     family, _, frozen = name.removeprefix("zoo:").partition("-frozen")
     if name == "odd":
@@ -144,6 +147,10 @@ def make_batches(rows: int, m: int, *, mask: bool, steps: int) -> list[dict[str,
 
 def batches_of(model: str, rows: int, m: int, *, mask: bool, steps: int) -> list[dict[str, Any]]:
     """:func:`make_batches` with what ``model`` takes beside them."""
+    if model.startswith("towers:"):
+        from .towers import batch
+
+        return [batch(model.removeprefix("towers:"), rows * m, seed=step) for step in range(steps)]
     more = {"mixing": "left"} if model == "odd" else {}
     return [{**batch, **more} for batch in make_batches(rows, m, mask=mask, steps=steps)]
 
