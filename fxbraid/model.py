@@ -35,7 +35,7 @@ from .simulate import INSTANT, Link, Result, Workload, simulate
 from .source import Source, agreed
 from .state import skeleton, take, uses
 from .timeline import RankTimeline, Timeline
-from .tracing import Tracer
+from .tracing import Tracer, Traces
 from .weights import Checkpoint, Loaded
 
 #: Runs one step's blocks: (engine, inputs per micro-batch) -> the last chunk's outputs per micro-batch.
@@ -384,9 +384,7 @@ class BraidedModel(nn.Module):
             reproducible=options.reproducible,
             max_live=options.max_live,
         )
-        return decide(
-            asked, self._mesh, self._artefacts, lambda placement: self._tracer.lower(example_batch, placement)
-        )
+        return decide(asked, self._mesh, self._artefacts, Traces(self._tracer, example_batch))
 
     def _everything(self) -> Lowered:
         """The units of all chunks, also of other ranks, at the shapes of the first training trace."""

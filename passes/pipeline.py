@@ -24,7 +24,7 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,12 +75,16 @@ class Lowered:
     checks: Checks = field(default_factory=Checks)
 
 
+Only = Iterable[int] | Callable[[Partition], Iterable[int]] | None
+"""Which chunks :func:`lower_model` makes units of."""
+
+
 def lower_model(
     model: nn.Module,
     microbatch: Mapping[str, Any],
     *,
     n_chunks: int,
-    only: Iterable[int] | None = None,
+    only: Only = None,
     tp_size: int = 1,
     tp_plan: str | Mapping[str, str] = "auto",
     split_layers: Split = "auto",
@@ -96,8 +100,9 @@ def lower_model(
     """Run the passes up to ``units``.
 
     ``microbatch``: keyword arguments of the model at micro-batch shape (only shapes and dtypes of tensors are
-    read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
-    with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
+    read; meta tensors are fine). ``only``: the chunks to differentiate and cut, or what says which (default: all).
+    ``training``: with a backward, the last chunk returning the loss alone; else the forward alone, returning all
+    outputs.
     ``sequence_parallel``: see pass ``sequence``; ``regather``: W gathers its inputs again (pass ``regather``).
     ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut. ``autocast``:
     trace as under ``torch.autocast`` to this type.
@@ -130,7 +135,7 @@ def lower_model(
     parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), outputs=not training)
     outputs = ("loss",) if training else captured.outputs
     chunks: dict[int, ChunkUnits] = {}
-    for index in range(n_chunks) if only is None else only:
+    for index in range(n_chunks) if only is None else only(parts) if callable(only) else only:
         graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
         graph = split(graph, training=training)
         if regather:
