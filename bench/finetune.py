@@ -17,6 +17,7 @@ import torch
 import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import fxbraid
 
@@ -85,6 +86,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(steps: Annotated[int, typer.Option(help="training steps")] = 30) -> None:
     """Load, train, save, and let plain transformers speak; ends with 1 where something is not as it should be."""
+    logging.disable_progress_bar()
     source = prepare()
     tokenizer = AutoTokenizer.from_pretrained(source)
     with tempfile.TemporaryDirectory(prefix="fxbraid-finetune-") as folder:
