@@ -44,9 +44,13 @@ class Adopting(Source):
             parameter.data = data
         self._before.clear()
 
-    def commit(self) -> None:
-        """Let go of the whole parameters."""
-        for parameter in self._own.values():
+    def commit(self) -> dict[nn.Parameter, str]:
+        """Let go of the whole parameters. Returns those of other ranks, which are empty from now on, with their names:
+        an optimizer that was made before has them too."""
+        elsewhere: dict[nn.Parameter, str] = {}
+        for name, parameter in self._own.items():
             if parameter not in self._before:
                 parameter.data = parameter.data.new_empty(0)
+                elsewhere.setdefault(parameter, name)
         self._before.clear()
+        return elsewhere

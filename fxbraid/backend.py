@@ -81,7 +81,7 @@ class _First:
             except BaseException:
                 source.undo()
                 raise
-            source.commit()
+            compiled.braided._elsewhere = source.commit()
         model._compiled_call_impl = compiled
         return compiled
 

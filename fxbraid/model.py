@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from . import batch as batches
 from .decide import Asked, Decision, decide
@@ -78,6 +78,8 @@ class BraidedModel(Explained):
         self._masters = Masters()
         masters = self._masters if options.master_weights else None
         self._state = take(self, source, lowered, self._uses, here, mesh, masters)
+        #: behind ``torch.compile``: the user's parameters that other ranks hold, empty here, and their names
+        self._elsewhere: Mapping[nn.Parameter, str] = {}
         #: what came of the checkpoint that the weights were read from, if there was one
         self.loaded: Loaded = source.loaded()
         self._replicas = Replicas(mesh)

@@ -10,6 +10,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,47 @@ def replicas() -> bool:
 @pytest.mark.slow
 def test_replicas() -> None:
     assert launch(replicas, (), nproc=2, timeout_s=200) == [True, True]
+
+
+def checkpointed(place: Path) -> list[float]:
+    """On each of two pipeline ranks, with an optimizer from before the first call, which has the other rank's
+    parameters too: the loss after a checkpoint, again after loading it."""
+    torch.set_num_threads(1)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with process_group(timeout_s=60):
+        loop = compiled(model, pp_size=2, schedule="1f1b")
+
+        def train(seed: int) -> float:
+            loss = loop(**data_of(seed=seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        train(0)
+        inside = fxbraid.braided(loop)
+        with fxbraid.Checkpointer(place) as saving:
+            saving.save(1, inside, optimizer)
+            losses = [train(1), train(2)]
+            assert saving.load(inside, optimizer) is not None
+        losses += [train(1), train(2)]
+        with fxbraid.Checkpointer(place / "again") as saving:  # what was loaded can be saved
+            saving.save(2, inside, optimizer)
+        return losses
+
+
+def test_a_checkpoint_with_an_optimizer_from_before(tmp_path: Path) -> None:
+    alone = braid(Small(), data_of())
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1.0)
+    for first, second, *again in launch(checkpointed, (tmp_path,), nproc=2, timeout_s=200):
+        assert again == [first, second]
+    assert fxbraid.Checkpointer(tmp_path).load(alone, optimizer) is not None
+    assert len(optimizer.state) == len(list(alone.parameters()))
+    for wanted, seed in ((first, 1), (second, 2)):
+        assert alone.step(**data_of(seed=seed)).item() == pytest.approx(wanted, rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("how", [{}, {"fullgraph": True}, {"dynamic": True}])

@@ -381,6 +381,16 @@ def test_damage_is_found_by_name_before_anything_is_loaded(
     assert Checkpointer(place).load(trained, step=1) is not None
 
 
+def test_a_file_that_the_disk_does_not_give_back_is_named(
+    folder: Path, trained: BraidedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(folders, "_sha256", broken)
+    refused(folder, trained, rf"{MODEL} can't be read \(Input/output error\)")
+
+
 class _Bomb:
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -453,6 +463,15 @@ def test_the_command_shows_verifies_and_converts(folder: Path, trained: BraidedM
     said = command("verify", place, "--all", code=1)
     assert f"step-00000001: {MODEL} was changed" in said and "ok  step-00000002" in said
     assert "has no checkpoint of step 5; it has 1, 2" in command("verify", place, "--step", 5, code=2)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_can_not_be_written_is_every_ranks_error(
+    trained: BraidedModel, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()  # the last step alone fails, and on one rank
+    with pytest.raises(BraidError, match="can't be written"):
+        trained.save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])

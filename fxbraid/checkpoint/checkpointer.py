@@ -220,6 +220,8 @@ class Checkpointer:
                 told = (None if path is None else path.name if path != self.folder else ".", None)
             except BraidError as error:
                 told = (None, str(error))
+            except OSError as error:
+                told = (None, f"{self.folder} can't be read ({error.strerror or error})")
         name, said = ranks.gather(told)[0]
         if said is not None:
             raise BraidError(said)

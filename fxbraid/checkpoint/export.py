@@ -70,12 +70,18 @@ def save_pretrained(
         except (OSError, ValueError) as failed:
             error = f"{folder / name} can't be written ({failed})"
     ranks.raise_together(error)
-    for name in written:
-        os.replace(folder / f".{name}.part", folder / name)
-    ranks.gather(None)
-    if ranks.rank() == 0:
-        _finish(folder, export, config_files(structure(model), export.dtype))
-    ranks.gather(None)
+    try:
+        for name in written:
+            os.replace(folder / f".{name}.part", folder / name)
+    except OSError as failed:
+        error = f"{folder} can't be written ({failed})"
+    ranks.raise_together(error)
+    try:
+        if ranks.rank() == 0:
+            _finish(folder, export, config_files(structure(model), export.dtype))
+    except OSError as failed:
+        error = f"{folder} can't be written ({failed})"
+    ranks.raise_together(error)
     if group is not None:
         dist.destroy_process_group(group)
 

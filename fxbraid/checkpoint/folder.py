@@ -165,7 +165,11 @@ def problems(saved: Saved, share: tuple[int, int] = (0, 1), *, hashes: bool = Tr
     found = []
     by_size = sorted(saved.files, key=lambda name: (-saved.files[name]["size"], name))
     for name in by_size[rank::ranks]:
-        if said := _problem(saved, name, hashes=hashes):
+        try:
+            said = _problem(saved, name, hashes=hashes)
+        except OSError as error:
+            said = f"{name} can't be read ({error.strerror or error})"
+        if said:
             found.append(said)
     if rank == 0:
         found += [

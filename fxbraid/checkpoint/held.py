@@ -116,9 +116,11 @@ def structure(model: BraidedModel) -> nn.Module:
 
 
 def names_of(model: BraidedModel) -> dict[int, str]:
-    """id of each parameter of this rank -> the name that the checkpoint has for it."""
+    """id of each parameter of this rank -> the name that the checkpoint has for it. Behind ``torch.compile`` also of
+    those that are empty here, since other ranks hold them: :func:`held` has none of these."""
     first = canonical_names(structure(model))
-    return {id(p): first[name] for name, p in model.named_parameters(remove_duplicate=False)}
+    elsewhere = {id(p): first[name] for p, name in model._elsewhere.items()}
+    return elsewhere | {id(p): first[name] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:

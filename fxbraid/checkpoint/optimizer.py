@@ -57,6 +57,8 @@ def take(optimizer: Optimizer, names: Mapping[int, str], held: Mapping[str, Held
         if id(parameter) not in names:
             raise BraidError(_not_of_the_model(optimizer))
         name = names[id(parameter)]
+        if name not in held:  # another rank's
+            continue
         for key, value in state.items():
             tensor = _tensor(key, value, held[name], place)
             if tensor is not None:
@@ -121,7 +123,8 @@ def prepare(
         if full.startswith(PREFIX):
             _, key, rest = full.split("/", 2)
             keys.setdefault(rest.split("@tp")[0], []).append(f"{key}/{rest}")
-    wanted = Taken(values={"groups": values["groups"], "state": values["state"]})
+    scalars = {name: state for name, state in values["state"].items() if name in held}
+    wanted = Taken(values={"groups": values["groups"], "state": scalars})
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, values["groups"], strict=True)):
         known = set(saved["params"])
         for parameter in group["params"]:
@@ -132,7 +135,7 @@ def prepare(
                 raise BraidError(
                     f"{name} is in parameter group {i}, and in the checkpoint it was not; make the same groups"
                 )
-            for key in keys.get(name, []):
+            for key in keys.get(name, []) if name in held else ():
                 if (room := _room(key, stored[PREFIX + key], held[name], place)) is not None:
                     wanted.tensors.append(room)
     return wanted
