@@ -22,6 +22,8 @@ from .passes.layout import ParamShard
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+#: Bytes that are read before files are opened anew.
+MAPPED = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +39,57 @@ class Loaded:
     bytes_read: int
 
 
+class File:
+    """A file of safetensors, open: tensors are views of it, so copy them.
+
+    Raises BraidError for one that is cut short or no safetensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.open()
+
+    def open(self) -> None:
+        """Anew, if it is open: what was read of it is mapped, and counts as this process's memory until then."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            self._file: Any = safe_open(str(self._path), framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise BraidError(
+                f"{self._path} can't be read as safetensors ({error}); is it complete?"
+            ) from None
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(key).get_shape())
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        """A tensor, or the part of it that ``index`` says."""
+        value: Tensor = self._file.get_tensor(key) if index is None else self._file.get_slice(key)[index]
+        return value
+
+
 @dataclass(slots=True)
 class Checkpoint:
-    """An open folder (or one file) of safetensors, for one model's names.
+    """An open folder (or one file) of safetensors, for one model's names. What ``take`` and ``buffer`` give may be a
+    view of a file: copy it.
 
     Raises BraidError for a missing folder or file, a file that is cut short or no safetensors, and a key in no file.
     """
 
     path: Path
     #: key -> the open file that holds it
-    files: Mapping[str, Any]
+    files: Mapping[str, File]
     #: the model's names -> what they are made of
     recipes: Mapping[str, Recipe]
     unexpected: tuple[str, ...]
     bytes_read: int = field(default=0)
+    #: files that were read since ``bytes_read`` was that much
+    _mapped: set[File] = field(default_factory=set)
+    _since: int = field(default=0)
 
     @classmethod
     def open(cls, path: str | Path, model: nn.Module) -> Checkpoint:
@@ -68,7 +107,7 @@ class Checkpoint:
             recipe = self.recipes.get(name)
             if recipe is None or recipe.convert is not None:
                 continue
-            found = tuple(self.files[recipe.keys[0]].get_slice(recipe.keys[0]).get_shape())
+            found = self.files[recipe.keys[0]].shape(recipe.keys[0])
             if found != tuple(shape):
                 wrong.append(f"{name} is {found} there and {tuple(shape)} in the model")
         if wrong:
@@ -82,7 +121,7 @@ class Checkpoint:
         """This rank's part of a parameter, read from disk, in the checkpoint's dtype."""
         recipe = self.recipes[name]
         if recipe.convert is not None:
-            whole = recipe.convert({key: self._whole(key) for key in recipe.keys})
+            whole = recipe.convert({key: self._read(key) for key in recipe.keys})
             if tuple(whole.shape) != shard.shape:
                 raise BraidError(
                     f"{name} comes out of the checkpoint {self.path} as {tuple(whole.shape)}, and the model has "
@@ -91,28 +130,32 @@ class Checkpoint:
             return shard.take(whole, tp_rank)
         key = recipe.keys[0]
         if shard.dim is None:
-            return self._whole(key)
-        lazy = self.files[key].get_slice(key)
+            return self._read(key)
         before = (slice(None),) * shard.dim
 
         def rows(start: int, length: int) -> Tensor:
-            part: Tensor = lazy[(*before, slice(start, start + length))]
-            self.bytes_read += part.numel() * part.element_size()
-            return part
+            return self._read(key, (*before, slice(start, start + length)))
 
         return shard.collect(rows, tp_rank)
 
     def buffer(self, name: str) -> Tensor:
         """A saved buffer, whole."""
-        return self._whole(self.recipes[name].keys[0])
+        return self._read(self.recipes[name].keys[0])
 
-    def _whole(self, key: str) -> Tensor:
-        value: Tensor = self.files[key].get_tensor(key)
+    def _read(self, key: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        if self.bytes_read - self._since >= MAPPED:
+            for file in self._mapped:
+                file.open()
+            self._mapped.clear()
+            self._since = self.bytes_read
+        file = self.files[key]
+        self._mapped.add(file)
+        value = file.read(key, index)
         self.bytes_read += value.numel() * value.element_size()
         return value
 
 
-def _open(path: Path) -> dict[str, Any]:
+def _open(path: Path) -> dict[str, File]:
     """Every key of the checkpoint, and its open file."""
     if path.is_file():
         return _keys(path)
@@ -142,11 +185,6 @@ def _open(path: Path) -> dict[str, Any]:
     return {key: opened[name][key] for key, name in by_key.items()}
 
 
-def _keys(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        file = safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise BraidError(f"{path} can't be read as safetensors ({error}); is it complete?") from None
+def _keys(path: Path) -> dict[str, File]:
+    file = File(path)
     return dict.fromkeys(file.keys(), file)

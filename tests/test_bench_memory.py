@@ -1,10 +1,14 @@
-"""SavedTensors counts what autograd holds: unique storages, no parameters, freed when the graph is."""
+"""SavedTensors counts what autograd holds: unique storages, no parameters, freed when the graph is; Memory what a
+process does."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 from torch import nn
 
+from fxbraid.bench.loading import Memory
 from fxbraid.bench.memory import SavedTensors
 
 
@@ -42,3 +46,14 @@ def test_dropping_the_graph_frees_as_well() -> None:
     assert saved.live == x.nbytes
     del y
     assert saved.live == 0
+
+
+def test_memory_of_a_process_is_what_is_allocated_between() -> None:
+    kept = torch.ones(2**20)
+    with Memory() as memory:
+        temporary = torch.ones(2**24)  # 64 MiB, gone again at the end
+        assert float(temporary[-1]) == 1
+        time.sleep(0.1)
+        del temporary
+    assert 60e6 < memory.own < 80e6 and 60e6 < memory.all < 80e6
+    assert float(kept[0]) == 1
