@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .passes.errors import BraidError
+from .passes.joint import Phase
+from .passes.pipeline import Lowered
 from .runtime import ranks
-from .runtime.profile import Profile
+from .runtime.profile import Profile, meet
 from .schedule import Schedule
 
 SHOWN = 60
@@ -62,6 +65,25 @@ def disagreement(found: Sequence[Facts]) -> str | None:
     return None
 
 
+def agree_on_units(lowered: Lowered) -> None:
+    """Raise :class:`BraidError` on every rank where ranks that hold the same chunk compute other units again, as a
+    function given as ``checkpoint`` may have answered: their collectives could come in another order. Collective."""
+    mine = {
+        str(index): sorted(unit.label for unit in chunk.units[Phase.I] if unit.again)
+        for index, chunk in lowered.chunks.items()
+    }
+    said: dict[str, tuple[int, list[str]]] = {}
+    for rank, answers in enumerate(meet(mine)):
+        for index, labels in answers.items():
+            first, known = said.setdefault(index, (rank, labels))
+            if known != labels:
+                other = ", ".join(sorted(set(known) ^ set(labels)))
+                raise BraidError(
+                    f"checkpoint answers differently on ranks {first} and {rank}, which both hold chunk {index} "
+                    f"({other}); its answer may depend on the unit alone"
+                )
+
+
 def describe(value: Any) -> str:
     """All of ``value`` that a rank's program depends on, as a text that is the same wherever the value is."""
     if isinstance(value, Schedule):
@@ -85,6 +107,9 @@ def describe(value: Any) -> str:
         return "[" + ", ".join(map(describe, value)) + "]"
     if isinstance(value, BraidError):
         return str(value)
+    if isinstance(value, FunctionType):  # which function it is; what it answers is compared by agree_on_units
+        code = hashlib.sha256(value.__code__.co_code).hexdigest()[:12]
+        return f"function {value.__module__}.{value.__qualname__} with code {code}"
     return (
         repr(value)
         if isinstance(value, str | int | float | complex | torch.dtype | None)

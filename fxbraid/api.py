@@ -21,6 +21,7 @@ from .decide import Order
 from .model import BraidedModel
 from .options import Options
 from .passes.block import TIMING_ONLY, Collectives
+from .passes.checkpoint import Checkpointing
 from .passes.compile import Compile
 from .passes.errors import BraidError
 from .precision import ambient_autocast, check_grad_dtype, refuse_float16
@@ -54,6 +55,7 @@ def braid(
     max_live: int | None = None,
     sequence_parallel: bool = False,
     regather: bool = False,
+    checkpoint: Checkpointing = "none",
     vocab_parallel: bool | Literal["auto"] = "auto",
     grad_dtype: torch.dtype | None = torch.float32,
     master_weights: bool = False,
@@ -109,6 +111,9 @@ def braid(
             activations (Korthikanti et al. 2022; docs/sequence_parallel.md). tp_size must divide the tokens.
         regather: with ``sequence_parallel``, W gathers the inputs of column-parallel linears again, which then are
             kept as this rank's tokens alone; False keeps what F gathered.
+        checkpoint: whose activations the backward computes again from what leads into their unit (docs/memory.md):
+            "none", "mlp", "attention", "attention+mlp", "all", or a function of a unit
+            (:class:`~fxbraid.passes.checkpoint.ForwardUnit`) that says True or False, on every rank the same.
 
     Called in a ``torch.autocast`` region, the casts of that region become part of the program.
 

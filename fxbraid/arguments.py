@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import batch as batches
 from .decide import Order, check_order
 from .passes.block import COLLECTIVES, Collectives
+from .passes.checkpoint import check_policy
 from .passes.compile import Artefacts
 from .passes.errors import BraidError
 from .schedule import Schedule
@@ -84,6 +85,7 @@ def _kinds(asked: Mapping[str, Any]) -> None:
         raise BraidError(f"bucket_mb={asked['bucket_mb']!r}: give a size in MiB above 0")
     check_seed(asked["seed"])
     Artefacts(asked["compile"])
+    check_policy(asked["checkpoint"])
     _one_of("loss_reduction", asked["loss_reduction"], ("auto", "sum", "mean"))
     _one_of("vocab_parallel", asked["vocab_parallel"], (True, False, "auto"))
     mesh, schedule = asked["device_mesh"], asked["schedule"]

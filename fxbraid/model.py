@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import batch as batches
+from .agree import agree_on_units
 from .decide import Asked, Decision, decide
 from .explained import Explained
 from .gradients import Gradients, Nonfinite
@@ -72,6 +73,8 @@ class BraidedModel(Explained):
         else:
             lowered = self._tracer.lower(example_batch, schedule.placement, training=model.training)
         self._tracer.settle(lowered)
+        if callable(options.checkpoint):
+            agree_on_units(lowered)
         self._plan = Plan(lowered.plan, lowered.partition)
         self._uses = uses(lowered)
         here = schedule.placement.chunks_of(mesh.pp_rank)

@@ -10,6 +10,7 @@ import torch
 
 from .decide import Order
 from .passes.block import Collectives
+from .passes.checkpoint import Checkpointing
 from .passes.compile import Compile
 from .passes.partition import Partition
 from .passes.shard import TpPlan
@@ -33,6 +34,7 @@ class Options:
     max_live: int | None = None
     sequence_parallel: bool = False
     regather: bool = False
+    checkpoint: Checkpointing = "none"
     vocab_parallel: bool | Literal["auto"] = "auto"
     grad_dtype: torch.dtype | None = torch.float32
     master_weights: bool = False

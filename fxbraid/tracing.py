@@ -63,6 +63,7 @@ class Tracer:
                 training=training,
                 sequence_parallel=options.sequence_parallel,
                 regather=options.regather,
+                checkpoint=options.checkpoint,
                 device=self._mesh.device,
                 autocast=options.autocast,
             )

@@ -249,6 +249,7 @@ class _Builder:
                 depth=tuple(unit.index for unit in line.units),
                 own=line.phase is Phase.W and line.part in own,
                 fetches=tuple(bool(fetched(line.chunk, unit)) for unit in line.units),
+                again=tuple(unit.again for unit in line.units),
             )
             for line in self.lines
         ]

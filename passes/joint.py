@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -84,6 +84,8 @@ class JointGraph:
     phase: dict[fx.Node, Phase]
     #: views of parameters and buffers
     free: set[fx.Node]
+    #: nodes of I that compute again what F did, in units of their own (pass ``saves``) -> the number of F's unit
+    recomputed: dict[fx.Node, int] = field(default_factory=dict)
 
 
 def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.FakeTensorMode) -> JointGraph:

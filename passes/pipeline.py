@@ -12,6 +12,8 @@ sequence              where it is asked for: norms and residuals on this rank's 
 autocast              under torch.autocast: its casts as nodes of the graph
 partition             graph -> S chunks
 joint, split          chunk -> forward and backward, every node in F, I or W
+regather              where it is asked for: W gathers its inputs again
+saves                 what of F is kept for I and W, and what they compute again    (``passes.checkpoint``)
 units                 F, I, W -> pieces between collectives
 compile               unit -> artefact, shared by units of equal structure          (``passes.compile``)
 braid                 units of one to three actions -> one block graph              (``passes.block``)
@@ -34,10 +36,12 @@ from torch import fx, nn
 from .. import compat
 from .autocast import write_casts
 from .capture import Captured, fake_inputs
+from .checkpoint import Checkpointing, choose_units
 from .joint import joint, split
 from .loss import Normalised, loss_alone, normalise_loss
-from .partition import Partition, keyed_layers, partition
+from .partition import Chunk, Partition, keyed_layers, partition
 from .regather import regather as regather_inputs
+from .saves import choose_saves
 from .sequence import shard_sequence
 from .settle import settle
 from .shard import Sharded, TpPlan, kept_whole
@@ -72,6 +76,8 @@ class Lowered:
     vocabulary: frozenset[str] = frozenset()
     #: what token ids and labels of a batch must satisfy
     checks: Checks = field(default_factory=Checks)
+    #: what the chunks' graphs were traced with
+    fake_mode: compat.FakeTensorMode | None = None
 
 
 def lower_model(
@@ -88,6 +94,8 @@ def lower_model(
     training: bool = True,
     sequence_parallel: bool = False,
     regather: bool = False,
+    checkpoint: Checkpointing = "none",
+    least_saved: bool = True,
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     verify: bool | None = None,
@@ -98,6 +106,8 @@ def lower_model(
     read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
     with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
     ``sequence_parallel``: see pass ``sequence``; ``regather``: W gathers its inputs again (pass ``regather``).
+    ``checkpoint``: whose activations are computed again in the backward (pass ``checkpoint``). ``least_saved=False``
+    leaves out pass ``saves``: the backward keeps all that it reads, as a measure of what the pass is worth.
     ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut. ``autocast``:
     trace as under ``torch.autocast`` to this type.
     The model is not modified.
@@ -122,17 +132,11 @@ def lower_model(
     captured = forward.captured
     parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training)
     outputs = ("loss",) if training else captured.outputs
-    chunks: dict[int, ChunkUnits] = {}
-    for index in range(n_chunks) if only is None else only:
-        graph = joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
-        graph = split(graph, training=training)
-        if regather:
-            regather_inputs(graph)
-        if verify:
-            verify_split(graph)
-        chunks[index] = units(graph, tp_size=tp_size)
-        if verify:
-            verify_units(chunks[index])
+    cut = Cut(tp_size, training, regather, checkpoint, least_saved, verify)
+    chunks = {
+        index: cut.chunk(parts.chunks[index], outputs, fake_mode)
+        for index in (range(n_chunks) if only is None else only)
+    }
     unique_names(chunks.values())
     return Lowered(
         plan=forward.plan,
@@ -146,6 +150,7 @@ def lower_model(
         constants=captured.constants,
         vocabulary=forward.vocabulary,
         checks=forward.checks,
+        fake_mode=fake_mode,
     )
 
 
@@ -198,6 +203,46 @@ def _forward(
     if autocast is not None:
         captured = write_casts(captured, autocast, device)
     return _Forward(captured, plan, normalised, sharded.canonical, vocabulary.names, checks)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The passes from a chunk's forward to its units, and their options (see :func:`lower_model`)."""
+
+    tp_size: int
+    training: bool = True
+    regather: bool = False
+    checkpoint: Checkpointing = "none"
+    least_saved: bool = True
+    verify: bool = False
+
+    def chunk(self, chunk: Chunk, outputs: Sequence[str], fake_mode: compat.FakeTensorMode) -> ChunkUnits:
+        """The units of ``chunk``."""
+        graph = split(joint(chunk, outputs=outputs, fake_mode=fake_mode), training=self.training)
+        if self.regather:
+            regather_inputs(graph)
+        if self.training and self.least_saved:
+            choose_saves(graph, tp_size=self.tp_size, checkpointed=choose_units(graph, self.checkpoint))
+        if self.verify:
+            verify_split(graph)
+        made = units(graph, tp_size=self.tp_size)
+        if self.verify:
+            verify_units(made)
+        return made
+
+
+def recut(lowered: Lowered, cut: Cut) -> Lowered:
+    """``lowered`` with the same chunks cut into other units: another policy of checkpointing, without another trace.
+
+    ``cut`` has the ``tp_size`` and ``training`` of the trace."""
+    if lowered.fake_mode is None:
+        raise ValueError("this Lowered holds no traced chunks to cut again")
+    chunks = {
+        index: cut.chunk(lowered.partition.chunks[index], lowered.outputs, lowered.fake_mode)
+        for index in lowered.chunks
+    }
+    unique_names(chunks.values())
+    return replace(lowered, chunks=chunks)
 
 
 def _wanted(

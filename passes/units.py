@@ -16,16 +16,17 @@ same thing (layer 3's MLP and layer 7's) have the same ``key`` and share one art
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from .assign import assign, resolve
 from .cost import flops
 from .joint import JointGraph, Phase
-from .marks import COLLECTIVES, CUT, is_mark, is_matmul
+from .marks import COLLECTIVES, is_mark, is_matmul
+from .names import unit_name
 from .reach import descendants
 
 
@@ -49,11 +50,18 @@ class Unit:
     grads: tuple[str | None, ...]
     matmuls: int
     flops: int
+    #: computes again, in I, what F did and did not save
+    again: bool = False
+
+    @property
+    def kind(self) -> str:
+        """ "F", "I", "W", or "R" for what is computed again."""
+        return "R" if self.again else self.phase.value
 
     @property
     def label(self) -> str:
         """Name in a block: ``attn3_F``."""
-        return f"{self.name}_{self.phase.value}"
+        return f"{self.name}_{self.kind}"
 
 
 @dataclass(slots=True)
@@ -80,32 +88,29 @@ class ChunkUnits:
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """The value behind marks that do nothing: every ``cut``, and all-reduces where tp_size is 1."""
-        return _resolve(node, self.tp_size)
+        return resolve(node, self.tp_size)
 
     def is_collective(self, node: fx.Node) -> bool:
         """True for a collective that really happens."""
         return self.tp_size > 1 and node.target in COLLECTIVES
 
 
-def _resolve(node: fx.Node, tp_size: int) -> fx.Node:
-    while node.target is CUT or (tp_size == 1 and node.target in COLLECTIVES):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def units(joint: JointGraph, *, tp_size: int) -> ChunkUnits:
     """See the module's docstring."""
-    unit_of = _assign(joint)
+    unit_of = assign(joint)
     groups: dict[tuple[Phase, int], list[fx.Node]] = {}
+    repeated: dict[int, list[fx.Node]] = {}
     for node in joint.graph.nodes:
-        if node in unit_of and not is_mark(node):
+        if node in joint.recomputed:
+            repeated.setdefault(joint.recomputed[node], []).append(node)
+        elif node in unit_of and not is_mark(node):
             groups.setdefault((joint.phase[node], unit_of[node]), []).append(node)
     result = ChunkUnits(
         joint=joint,
         tp_size=tp_size,
         units={phase: [] for phase in Phase},
-        outputs=[_resolve(n, tp_size) for n in joint.outputs],
-        input_grads=[_resolve(n, tp_size) for n in joint.input_grads],
+        outputs=[resolve(n, tp_size) for n in joint.outputs],
+        input_grads=[resolve(n, tp_size) for n in joint.input_grads],
     )
     _hand_over(result)
     names: Counter[str] = Counter()
@@ -115,7 +120,37 @@ def units(joint: JointGraph, *, tp_size: int) -> ChunkUnits:
         if names[unit.label] > 1:
             unit.name += f"_{names[unit.label]}"
         result.units[phase].append(unit)
+    again = [
+        _build(result, Phase.I, unit_of[nodes[0]], nodes, again=unit.name)
+        for unit in result.units[Phase.F]
+        if (nodes := repeated.get(unit.index))
+    ]
+    result.units[Phase.I] = _before_readers(result, again)
     return result
+
+
+def _before_readers(result: ChunkUnits, again: list[Unit]) -> list[Unit]:
+    """The units of I, with those that compute again each before the first that reads it: as late as can be."""
+    makers = {out: unit for unit in again for out in unit.outs}
+    read = {arg for unit in (*result.units[Phase.I], *again) for arg in unit.args}
+    waiting = {unit.label: unit for unit in again}
+    order: list[Unit] = []
+
+    def put(unit: Unit) -> None:
+        if unit.again and waiting.pop(unit.label, None) is None:
+            return
+        for maker in (makers[arg] for arg in unit.args if arg in makers):
+            put(maker)
+        order.append(unit)
+
+    for unit in result.units[Phase.I]:
+        for one in again:  # what only W reads stands where that W's unit of I does
+            if one.index <= unit.index and not read.intersection(one.outs):
+                put(one)
+        put(unit)
+    for one in again:
+        put(one)
+    return order
 
 
 def unique_names(chunks: Iterable[ChunkUnits]) -> None:
@@ -129,43 +164,6 @@ def unique_names(chunks: Iterable[ChunkUnits]) -> None:
         for unit in (u for us in chunk.units.values() for u in us):
             if len(owners[unit.name]) > 1:
                 unit.name += f"_c{chunk.index}"
-
-
-# -- which unit ------------------------------------------------------------------------------------------------
-
-
-def _assign(joint: JointGraph) -> dict[fx.Node, int]:
-    parameters = [n for n, name in joint.state.items() if name in set(joint.chunk.params)]
-    # What follows from inputs alone (masks) or from parameters alone (1 + weight) goes to whoever reads it.
-    started = descendants(joint.boundary) | (descendants(parameters) & descendants(joint.inputs.values()))
-    driven = descendants(joint.tangents)
-    order = [n for n in joint.graph.nodes if n in joint.phase]
-    unit: dict[fx.Node, int] = {}
-    floating: dict[Phase, list[fx.Node]] = {phase: [] for phase in Phase}
-    for phase in Phase:
-        anchored = started if phase is Phase.F else driven
-        for node in order:
-            if joint.phase[node] is not phase:
-                continue
-            if node not in anchored:
-                floating[phase].append(node)
-                continue
-            depth = 0
-            for source in node.all_input_nodes:
-                same_strand = joint.phase.get(source) is phase or (
-                    phase is Phase.W and joint.phase.get(source) is Phase.I
-                )
-                if same_strand and source in unit:
-                    depth = max(depth, unit[source] + is_mark(source))
-            unit[node] = depth
-    for phase, nodes in floating.items():
-        for node in reversed(nodes):
-            readers = {unit[u] for u in node.users if joint.phase.get(u) is phase and u in unit}
-            if phase is Phase.F:
-                unit[node] = readers.pop() if len(readers) == 1 else -1
-            else:
-                unit[node] = min(readers, default=0)
-    return unit
 
 
 # -- what goes from phase to phase ------------------------------------------------------------------------------
@@ -213,7 +211,10 @@ def _values(result: ChunkUnits, node: fx.Node) -> list[fx.Node]:
 # -- one unit ---------------------------------------------------------------------------------------------------
 
 
-def _build(result: ChunkUnits, phase: Phase, index: int, nodes: list[fx.Node]) -> Unit:
+def _build(
+    result: ChunkUnits, phase: Phase, index: int, nodes: list[fx.Node], again: str | None = None
+) -> Unit:
+    """``again``: the name of the unit of F that this one repeats."""
     joint = result.joint
     members = set(nodes)
     ordered = _canonical_order(joint, nodes, members)
@@ -240,7 +241,7 @@ def _build(result: ChunkUnits, phase: Phase, index: int, nodes: list[fx.Node]) -
     graph.output(tuple(env[n] for n in outs))
     module = fx.GraphModule({}, graph, class_name="Unit")
     return Unit(
-        name=_name(result, phase, index, state, [grads[n] for n in outs if n in grads], nodes),
+        name=again or unit_name(joint, phase, index, state, [grads[n] for n in outs if n in grads], nodes),
         phase=phase,
         chunk=result.index,
         index=index,
@@ -252,6 +253,7 @@ def _build(result: ChunkUnits, phase: Phase, index: int, nodes: list[fx.Node]) -
         grads=tuple(grads.get(n) if phase is Phase.W else None for n in outs),
         matmuls=sum(is_matmul(n) for n in nodes),
         flops=sum(flops(n) for n in nodes),
+        again=again is not None,
     )
 
 
@@ -335,56 +337,3 @@ class _Ref(str):
 
     def __new__(cls, number: int) -> _Ref:
         return super().__new__(cls, f"%{number}")
-
-
-# -- names ------------------------------------------------------------------------------------------------------
-
-
-def _name(
-    result: ChunkUnits,
-    phase: Phase,
-    index: int,
-    state: Iterable[fx.Node],
-    grads: list[str],
-    nodes: list[fx.Node],
-) -> str:
-    """After the parameters with the most elements that the unit reads (or, in W, whose gradients it makes)."""
-    joint = result.joint
-    chunk = result.index
-    if index < 0:
-        return f"pre_c{chunk}"
-    sizes: Counter[str] = Counter()
-    by_name = {name: n for n, name in joint.state.items()}
-    named = grads if phase is Phase.W else [joint.state[n] for n in state]
-    for name in named:
-        if name in joint.chunk.params:
-            own = short_name(name) or _outside(name, matmul=any(is_matmul(n) for n in nodes))
-            sizes[own] += by_name[name].meta["val"].numel()
-    if not sizes or not (any(is_matmul(n) for n in nodes) or phase is not Phase.I):
-        return f"tail_c{chunk}"
-    return max(sizes, key=lambda key: sizes[key])
-
-
-def _outside(parameter: str, *, matmul: bool) -> str:
-    """The same for what lies in no layer: ``matmul``: the unit has a matrix product."""
-    if matmul:
-        return "head"
-    return "norm" if re.search(r"norm|(^|\.)ln", parameter.lower()) else "embed"
-
-
-def short_name(parameter: str) -> str | None:
-    """``model.layers.3.self_attn.q_proj.weight`` -> ``attn3``; None for what lies in no layer."""
-    match = re.fullmatch(r"(?:.*?\.)?(\d+)\.(.*?)(?:\.(?:weight|bias))?", parameter)
-    if match is None:
-        return None
-    layer, rest = match.groups()
-    first = rest.split(".")[0].lower()
-    if "norm" in first or first.startswith("ln"):
-        kind = "norm"
-    elif "attn" in first or "attention" in first:
-        kind = "attn"
-    elif "mlp" in first or "ffn" in first or "feed_forward" in first or "moe" in first:
-        kind = "mlp"
-    else:
-        kind = re.sub(r"\W", "_", first)
-    return f"{kind}{layer}"

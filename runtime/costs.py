@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx, nn
 
+from ..passes.aliases import storage
 from ..passes.compile import Artefacts
 from ..passes.cost import nbytes, reduce_bytes
 from ..passes.errors import BraidError
-from ..passes.joint import VIEWS, Phase
+from ..passes.joint import Phase
 from ..passes.launches import ends_with_mark, fetched, launched
 from ..passes.pipeline import Lowered
 from ..passes.units import ChunkUnits, Unit
@@ -126,7 +127,7 @@ def chunk_cost(
 
     def cost(unit: Unit) -> UnitCost:
         sizes = [reduce_bytes(user) for out in unit.outs for user in launched(chunk, unit, out)]
-        again = fetched(chunk, unit)
+        gathered = fetched(chunk, unit)
         return UnitCost(
             name=unit.name,
             seconds=time_of(seconds, unit),
@@ -136,8 +137,9 @@ def chunk_cost(
             heavy=unit.matmuls > 0,
             saves=saves.get(unit.label, 0),
             frees=frees.get(unit.label, 0),
-            fetch=sum(collective(reduce_bytes(node)) for node in again),
-            fetched=sum(nbytes(node.meta["val"]) for node in again),
+            fetch=sum(collective(reduce_bytes(node)) for node in gathered),
+            fetched=sum(nbytes(node.meta["val"]) for node in gathered),
+            again=unit.again,
         )
 
     f, i, w = (tuple(cost(unit) for unit in chunk.units[phase]) for phase in (Phase.F, Phase.I, Phase.W))
@@ -159,7 +161,7 @@ def gradient_bytes(chunk: ChunkUnits) -> int:
 
 def place_of(unit: Unit) -> str:
     """Names a unit by where it stands, the same on every rank: chunk, phase and index."""
-    return f"{unit.chunk}{unit.phase.value}{unit.index}"
+    return f"{unit.chunk}{unit.kind}{unit.index}"
 
 
 def time_of(seconds: Mapping[str, float], unit: Unit) -> float:
@@ -180,26 +182,20 @@ def _bytes(chunk: ChunkUnits) -> tuple[dict[str, int], dict[str, int]]:
     saves: dict[str, int] = {}
     frees: dict[str, int] = {}
     order = [unit for phase in Phase for unit in chunk.units[phase]]
-    makers = {_storage(out): unit for unit in reversed(order) for out in unit.outs}
+    makers = {storage(out): unit for unit in reversed(order) for out in unit.outs}
     readers: dict[fx.Node, Unit] = {}
     for unit in order:
         if unit.phase is not Phase.F:
-            readers.update({_storage(arg): unit for arg in unit.args})
+            readers.update({storage(arg): unit for arg in unit.args})
     given = {*chunk.joint.inputs.values(), *chunk.joint.tangents}
-    for value in {_storage(n) for n in (*chunk.for_I, *chunk.for_W, *chunk.handed)} - given:
+    again = [out for unit in order if unit.again for out in unit.outs]
+    for value in {storage(n) for n in (*chunk.for_I, *chunk.for_W, *chunk.handed, *again)} - given:
         if value not in readers:
             continue
         # A value that no unit makes is the boundary that F received, or a collective's result.
         source = value.args[0] if chunk.is_collective(value) else value
-        maker = makers.get(value) or makers.get(_storage(source)) or order[0]  # type: ignore[arg-type]
+        maker = makers.get(value) or makers.get(storage(source)) or order[0]  # type: ignore[arg-type]
         size = nbytes(value.meta["val"])
         saves[maker.label] = saves.get(maker.label, 0) + size
         frees[readers[value].label] = frees.get(readers[value].label, 0) + size
     return saves, frees
-
-
-def _storage(node: fx.Node) -> fx.Node:
-    """The node whose storage ``node`` is a view of."""
-    while node.target in VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
-    return node

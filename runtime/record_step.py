@@ -178,7 +178,7 @@ class _Block(fx.Interpreter):
             name, more["key"] = n.meta["piece"].name, n.meta["piece"].key
         elif kind == "unit":
             unit = n.meta["unit"]
-            name, more = unit.name, {"phase": unit.phase.value, "key": unit.key}
+            name, more = unit.name, {"phase": unit.kind, "key": unit.key}
         elif kind in ("launch", "wait"):
             launch = node.meta["launch"]
             more = {"phase": launch.unit.phase.value, "nbytes": launch.nbytes}

@@ -153,8 +153,7 @@ class _Search:
         # What is left of a queue from each position on: compute alone, and with the collectives in between.
         self.compute = [_rest(times) for times in self.seconds]
         self.chain = [
-            _rest([a + b for a, b in zip(self.seconds[q], self.gaps[q], strict=True)])
-            for q in range(len(self.comm))
+            _rest([self._alone(q, u) for u in range(len(strands[s]))]) for q, s in enumerate(self.comm)
         ]
         self.needs = [self._needed(s, units) for s, units in self.queues[len(self.comm) :]]
 
@@ -165,6 +164,10 @@ class _Search:
         q = next(q for q, at in enumerate(self.comm) if self.strands[at].phase == "I")
         made = self.strands[self.comm[q]].depth
         return [(q, sum(depth <= self.strands[s].depth[u] for depth in made)) for u in units]
+
+    def _alone(self, q: int, unit: int) -> float:
+        """The least that ``unit`` adds to its strand: what is computed again may lie beside a collective of it."""
+        return 0.0 if self.strands[self.comm[q]].repeats(unit) else self.seconds[q][unit] + self.gaps[q][unit]
 
     # -- the clock
 
@@ -177,7 +180,8 @@ class _Search:
         if q >= len(self.comm):
             now = label.now + self._beside(seconds, label.now, label.ready)
             return _Label(now, label.ready, label.sent, q, label)
-        now = max(label.now, label.ready[q])
+        waits = not self.strands[self.comm[q]].repeats(index)
+        now = max(label.now, label.ready[q]) if waits else label.now
         now += self._beside(seconds, now, label.ready)
         gap, ready, sent = self.gaps[q][index], label.ready, label.sent
         if gap > 0:

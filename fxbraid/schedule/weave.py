@@ -34,6 +34,8 @@ class Strand:
     matrix product, so it can hide a collective. ``depth[i]``: for W, the unit of I (its ``depth``) whose gradients
     it needs. ``own`` (W only): the W of the I in this block; else its I is done and it can run at any time.
     ``fetches`` (W only): unit i reads an all-gather that is launched ahead of it (:func:`fetch_points`).
+    ``again`` (I only): unit i computes again what F did not save, ahead of the unit of I behind it; it reads no
+    gradient, so it waits for no collective and hides the one that is under way.
     ``seconds`` and ``collective``: of every unit and of what it launches, where the order is made from costs
     (``listorder``); the paper's order does not read them.
     """
@@ -46,6 +48,7 @@ class Strand:
     seconds: tuple[float, ...] = ()
     collective: tuple[float, ...] = ()
     fetches: tuple[bool, ...] = ()
+    again: tuple[bool, ...] = ()
 
     def __len__(self) -> int:
         return len(self.launches)
@@ -54,6 +57,10 @@ class Strand:
     def timed(self) -> bool:
         """Does it say how long its units take?"""
         return len(self.seconds) == len(self.collective) == len(self)
+
+    def repeats(self, unit: int) -> bool:
+        """Does ``unit`` compute again what F did?"""
+        return bool(self.again) and self.again[unit]
 
     @property
     def bridged(self) -> bool:
@@ -151,10 +158,13 @@ def _with_own(
     """Each W unit right behind the I segment that makes its gradients; the rest at the end."""
     order: list[tuple[int, int]] = []
     pending = list(range(len(strands[fill])))
+    done = -1
     for s, segment in turns:
         order += [(s, unit) for unit in segment]
         if strands[s].phase == "I" and segment:
-            done = strands[s].depth[segment[-1]]
+            done = max(
+                (strands[s].depth[unit] for unit in segment if not strands[s].repeats(unit)), default=done
+            )
             ready = [unit for unit in pending if strands[fill].depth[unit] <= done]
             order += [(fill, unit) for unit in ready]
             pending = [unit for unit in pending if unit not in ready]

@@ -87,13 +87,15 @@ class _Clock:
 
     def run(self, line: _Line, index: int) -> None:
         unit = line.units[index]
-        self.wait(line)
+        if not unit.again:
+            self.wait(line)
         self.wait_for(line.fetching.pop(index, None))
         start = self.now
         seconds = self.beside(unit.seconds)
         self.now += seconds
         self.compute += seconds
-        self.slots.append(Slot("compute", line.part, line.phase, unit.name, start, self.now, self.cause))
+        phase = "R" if unit.again else line.phase
+        self.slots.append(Slot("compute", line.part, phase, unit.name, start, self.now, self.cause))
         self.cause = len(self.slots) - 1
         if unit.saves:
             self.memory.append((start, unit.saves))

@@ -24,7 +24,8 @@ class UnitCost:
     1: the order of units does not depend on it). heavy: it contains a matrix product. depth: its place in F
     or I; in W, the unit of I whose gradients it needs. saves: bytes that it makes and that outlive it. frees:
     bytes that nobody needs after it. Over F, I and W of a chunk, saves and frees add up to the same. fetch: seconds
-    of an all-gather that W waits for, which is launched ahead of it; fetched: its bytes, from then to its end.
+    of an all-gather that W waits for, which is launched ahead of it; fetched: its bytes, from then to its end. again:
+    a unit of I that computes again what F did not save; it waits for no collective.
     """
 
     name: str
@@ -37,6 +38,7 @@ class UnitCost:
     frees: float = 0.0
     fetch: float = 0.0
     fetched: float = 0.0
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ def strand(
         depth=tuple(unit.depth for unit in units),
         own=own,
         fetches=tuple(unit.fetch > 0 for unit in units),
+        again=tuple(unit.again for unit in units),
         seconds=() if costs is None else tuple(unit.seconds for unit in costs),
         collective=() if costs is None else tuple(unit.collective * unit.launches for unit in costs),
     )
