@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .metrics import StepMetrics
+from .passes.aliases import storage
 from .passes.block import TIMING_ONLY, Collectives
 from .passes.cost import nbytes
 from .passes.joint import Phase
@@ -30,7 +31,8 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """One chunk of this rank. Bytes are per micro-batch; ``handed`` lives from I to W."""
+    """One chunk of this rank. ``units`` and ``matmuls`` by phase, "R" for what I computes again. Bytes are per
+    micro-batch, each storage once; ``handed`` lives from I to W."""
 
     index: int
     layers: range
@@ -71,7 +73,8 @@ class Report:
         ]
         for chunk in self.chunks:
             phases = "; ".join(
-                f"{p}: {chunk.units[p]} units, {chunk.matmuls[p]} matmuls, {_collectives(chunk.collectives[p])}"
+                f"{p}: {chunk.units[p]} units, {chunk.matmuls[p]} matmuls, "
+                f"{_collectives(chunk.collectives.get(p, {}))}"
                 for p in chunk.units
             )
             lines.append(
@@ -114,12 +117,15 @@ def make_report(
     for index, chunk in sorted(engine.lowered.chunks.items()):
         joint = chunk.joint
         phases = [p for p in Phase if chunk.units[p]]
-        saved = {*chunk.for_I, *chunk.for_W} - set(joint.inputs.values())
+        everything = [unit for phase in phases for unit in chunk.units[phase]]
+        kinds = [kind for kind in "FRIW" if any(unit.kind == kind for unit in everything)]
+        saved = {storage(n) for n in (*chunk.for_I, *chunk.for_W)} - set(joint.inputs.values())
+        handed = {storage(n) for n in chunk.handed} - saved
         chunks.append(
             ChunkReport(
                 index=index,
                 layers=joint.chunk.layers,
-                units={p.value: len(chunk.units[p]) for p in phases},
+                units={kind: sum(unit.kind == kind for unit in everything) for kind in kinds},
                 collectives={
                     p.value: dict(
                         Counter(
@@ -130,9 +136,11 @@ def make_report(
                     )
                     for p in phases
                 },
-                matmuls={p.value: sum(unit.matmuls for unit in chunk.units[p]) for p in phases},
+                matmuls={
+                    kind: sum(unit.matmuls for unit in everything if unit.kind == kind) for kind in kinds
+                },
                 saved_bytes=sum(nbytes(n.meta["val"]) for n in saved),
-                handed_bytes=sum(nbytes(n.meta["val"]) for n in chunk.handed),
+                handed_bytes=sum(nbytes(n.meta["val"]) for n in handed),
             )
         )
     below = below_closed_form(schedule.p, schedule.m) if schedule.name == "stp" else []

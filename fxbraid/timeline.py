@@ -30,8 +30,8 @@ class Span:
 
     kind: ``block``, a step of the schedule; ``unit``; ``launch`` of a collective and the ``wait`` for it, which have
     one ``name`` in their block; ``send`` and ``receive`` (the wait) of a message. step: index in the rank's list.
-    action: as in the schedule, ``0F4``; of a message ``0F4`` is the result of that action. phase: F, I or W. key: equal
-    for units of equal structure. nbytes: of the collective.
+    action: as in the schedule, ``0F4``; of a message ``0F4`` is the result of that action. phase: F, I, W, or R for
+    a unit of I that computes again what F did. key: equal for units of equal structure. nbytes: of the collective.
 
     In a rank's own :class:`RankTimeline` times are ticks, in a :class:`Timeline` seconds from the step's start.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from fxbraid.draw.layout import Block, Picture, blocks, collective_name, headline
 from fxbraid.draw.measured import Measured, caption
-from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, paint
+from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, PHASES, paint
 from fxbraid.schedule import Action
 from fxbraid.simulate import Box, Result
 
@@ -39,7 +39,8 @@ def _data(result: Result, measured: Measured | None) -> dict[str, Any]:
             ranks.append(_rank(measured, rank, actions) | {"name": "measured", "memory": [], "peak": 0})
     legend = [
         [[paint(phase, turn * place.p, place).strong for turn in range(place.v)], name]
-        for phase, name in (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
+        for phase, name in PHASES.items()
+        if phase != "R" or any(unit.again for chunk in result.workload.chunks for unit in chunk.i)
     ]
     legend += [[[HIDDEN], f"{collective_name(result)}, hidden"], [[EXPOSED], "exposed"]]
     return {
@@ -54,7 +55,7 @@ def _data(result: Result, measured: Measured | None) -> dict[str, Any]:
         "actions": [{"chunk": a.chunk, "phase": a.phase.value, "microbatch": a.microbatch} for a in actions],
         "colours": {
             f"{phase}{chunk}": paint(phase, chunk, place).strong
-            for phase in "FIW"
+            for phase in PHASES
             for chunk in range(place.n_chunks)
         },
         "ranks": ranks,

@@ -17,7 +17,16 @@ HIDDEN = "#98a2b3"
 EXPOSED = "#e5484d"
 """The part of a collective in which its rank computes nothing."""
 
-_STRONG = {"F": ("#4d9bf7", "#a5d4fb"), "I": ("#f58f2f", "#fbc779"), "W": ("#72c267", "#b9e2a3")}
+_STRONG = {
+    "F": ("#4d9bf7", "#a5d4fb"),
+    "R": ("#b48be4", "#dac8f3"),
+    "I": ("#f58f2f", "#fbc779"),
+    "W": ("#72c267", "#b9e2a3"),
+}
+
+PHASES = {"F": "forward", "R": "computed again", "I": "input gradient", "W": "weight gradient"}
+"""What a unit does, in the order of legends; "computed again" is named only where there is such a unit."""
+
 _PALE = 0.6
 
 

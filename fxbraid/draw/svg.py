@@ -14,7 +14,7 @@ from html import escape
 
 from fxbraid.draw.layout import Block, Picture, Strand, blocks, collective_name, duration, headline, number
 from fxbraid.draw.measured import Measured, caption
-from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, paint
+from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, PHASES, paint
 from fxbraid.simulate import Box, Result
 
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
@@ -165,14 +165,13 @@ class _Drawing:
         place = self.result.schedule.placement
         x = self.sizes.left
         used = {box.phase for rank in range(place.p) for box in self.result.boxes(rank)}
-        names = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
-        for phase in [name for name in "FIW" if name in used]:
+        for phase in [name for name in PHASES if name in used]:
             for turn in range(place.v):
                 yield _rect(
                     x + 17 * turn, y, 15, 13, f'rx="2.5" fill="{paint(phase, turn * place.p, place).strong}"'
                 )
             x += 17 * place.v + 5
-            label = names[phase] + (
+            label = PHASES[phase] + (
                 f" (chunk {' / '.join(str(c + 1) for c in range(place.v))} of the rank)"
                 if phase == "F" and place.v > 1
                 else ""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fxbraid.draw.layout import Picture, blocks, duration, headline, number, size
 from fxbraid.draw.measured import Measured, caption
-from fxbraid.draw.palette import EXPOSED, INK, paint
+from fxbraid.draw.palette import EXPOSED, INK, PHASES, paint
 from fxbraid.simulate import Result
 
 IDLE = " "
@@ -112,7 +112,10 @@ def _axis(total: float, columns: int, exact: bool) -> Text:
 def _legend(result: Result) -> Text:
     place = result.schedule.placement
     line = Text(" " * 9)
-    for phase, label in (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient")):
+    again = any(unit.again for chunk in result.workload.chunks for unit in chunk.i)
+    for phase, label in PHASES.items():
+        if phase == "R" and not again:
+            continue
         for turn in range(place.v):
             line.append("  ", Style(bgcolor=paint(phase, turn * place.p, place).strong))
         line.append(f" {label}   ")

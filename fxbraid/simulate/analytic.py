@@ -26,14 +26,18 @@ from fxbraid.simulate.model import ModelConfig
 from fxbraid.simulate.tokens import Collective, apart
 from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
 
-Checkpoint = Literal["none", "selective", "full"]
-"""What F keeps: everything; all but norms and activation functions, which are recomputed; only each unit's
-input.
+Checkpoint = Literal["none", "selective", "full", "mlp", "attention", "attention+mlp", "all"]
+"""What F keeps: everything; all but norms and activation functions, which I makes again; only each unit's input, I
+running all of F once more. By the names of ``fxbraid.braid(checkpoint=...)``: only the input of the units so named,
+which a unit of its own in front of I's makes again, without their last product; of the others what "selective" keeps.
 """
 
 
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "selective", "full")
 """Lightest recomputation first."""
+
+POLICIES: tuple[Checkpoint, ...] = ("mlp", "attention", "attention+mlp", "all")
+"""The names of ``fxbraid.braid``."""
 
 Group = tuple[list[UnitCost], list[UnitCost], list[UnitCost]]
 """F, I and W of a layer, of the embedding or of the head."""
@@ -127,13 +131,15 @@ def check_shape(model: ModelConfig, shape: Shape) -> None:
 @dataclass(frozen=True, slots=True)
 class _Memory:
     """local: bytes that F makes and keeps, besides its input and the normed one. for_w: bytes inside the unit
-    that W reads; kept: what F keeps of them. handed: columns of the gradient that I leaves to W.
+    that W reads; kept: what F keeps of them. handed: columns of the gradient that I leaves to W. inner: bytes that are
+    only there while the unit is made again.
     """
 
     local: float
     for_w: float
     kept: float
     handed: int
+    inner: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +253,7 @@ class _Parts:
         weight = kernel.matmul(m.hidden, tokens, wide) + kernel.matmul(self.queries, tokens, m.hidden)
         local = tokens * (self.queries + wide) * s.width  # q, k, v and what attention returns
         returned = tokens * self.queries * s.width
-        kept = returned if s.checkpoint != "full" else 0
+        kept = returned if self._level("attn") != "full" else 0
         rows = self._rows(self.queries)
         return self._three("attn", forward, back, weight, norm, _Memory(local, returned, kept, wide), rows)
 
@@ -264,9 +270,17 @@ class _Parts:
         )
         weight = kernel.matmul(m.hidden, tokens, up) + kernel.matmul(self.ffn, tokens, m.hidden)
         acted = tokens * self.ffn * s.width
-        kept = acted if s.checkpoint == "none" else 0
-        memory = _Memory(tokens * up * s.width + kept, acted, kept, up)
+        kept = acted if self._level("mlp") == "none" else 0
+        memory = _Memory(tokens * up * s.width + kept, acted, kept, up, acted - kept)
         return self._three("mlp", forward, back, weight, norm + act, memory, self._rows(self.ffn))
+
+    def _level(self, name: str) -> Literal["none", "selective", "full"]:
+        """What is made again of a unit."""
+        policy = self.shape.checkpoint
+        if policy == "none" or policy == "selective" or policy == "full":
+            return policy
+        named = {"attn": ("attention", "attention+mlp", "all"), "mlp": ("mlp", "attention+mlp", "all")}
+        return "full" if policy in named.get(name, ("all",)) else "selective"
 
     def _rows(self, inner: int) -> tuple[float, float, float]:
         """Seconds of a row-parallel product in F, I and W."""
@@ -289,15 +303,28 @@ class _Parts:
         rows: of its row-parallel product in F, I and W."""
         s = self.shape
         stream, part = self.stream * s.width, self.part * s.width
-        normed = (part if s.regather else stream) if s.checkpoint == "none" else 0.0
-        saved = part if s.checkpoint == "full" else part + normed + memory.local
-        again = {"none": 0.0, "selective": cheap, "full": forward}[s.checkpoint]
+        level = self._level(name)
+        normed = (part if s.regather else stream) if level == "none" else 0.0
+        saved = part if level == "full" else part + normed + memory.local
+        again = {"none": 0.0, "selective": cheap, "full": forward}[level]
         # W reads the normed input, its own part of what is local, and two gradients: the one that came into I
         # and the one inside it. What F did not keep of that, I makes again.
         kept = normed + memory.kept
         made = (part if s.regather else stream) + memory.for_w - kept + stream
         made += s.tokens * memory.handed * s.width
         ar = 0.0 if s.sequence else self.kernels.all_reduce(self.stream, s.tp)
+        if level == "full" and s.checkpoint in POLICIES and not s.sequence:
+            # The unit that runs again makes all that is inside, of which W reads a part, too.
+            inside, for_w = stream + memory.local + memory.inner, stream + memory.for_w
+            back_made = stream + s.tokens * memory.handed * s.width
+            return (
+                [UnitCost(name, forward, 0, True, ar, saves=part)],
+                [
+                    UnitCost(name, forward - rows[0], 0, saves=inside, again=True),
+                    UnitCost(name, back, 0, True, ar, saves=back_made, frees=part + inside - for_w),
+                ],
+                [UnitCost(name, weight, 0, frees=for_w + back_made)],
+            )
         whole = (
             UnitCost(name, forward, 0, True, ar, saves=saved),
             UnitCost(name, back + again, 0, True, ar, saves=made, frees=saved - kept),
@@ -307,7 +334,7 @@ class _Parts:
             return [whole[0]], [whole[1]], [whole[2]]
         ends = self.kernels.passes(4 * self.part), self.kernels.passes(5 * self.part)
         gather = Collective(self.kernels.gather(self.stream, s.tp), stream)
-        return apart(*whole, ends, rows, gather, again=s.checkpoint != "none", regather=s.regather)
+        return apart(*whole, ends, rows, gather, again=level != "none", regather=s.regather)
 
     def embedding(self) -> Group:
         seconds = self.kernels.passes(2 * self.stream)
@@ -331,6 +358,15 @@ class _Parts:
         stream, kept = self.stream * s.width, logits * s.width
         if not s.sequence:
             ar = kernel.all_reduce(self.stream, s.tp)
+            if s.checkpoint == "all":
+                return (
+                    [UnitCost("head", forward, 0, saves=stream)],
+                    [
+                        UnitCost("head", forward, 0, saves=stream + kept, again=True),
+                        UnitCost("head", back, 0, True, ar, saves=kept, frees=stream + kept),
+                    ],
+                    [UnitCost("head", weight, 0, frees=stream + kept)],
+                )
             return (
                 [UnitCost("head", forward, 0, saves=2 * stream + kept)],
                 [UnitCost("head", back, 0, True, ar, saves=kept, frees=stream + kept)],

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fxbraid.schedule import Costs, ScheduleError
 from fxbraid.simulate import Result, Shape, analytic, device, load_model, simulate
-from fxbraid.simulate.analytic import CHECKPOINTS, Checkpoint
+from fxbraid.simulate.analytic import CHECKPOINTS, POLICIES, Checkpoint
 from fxbraid.simulate.inputs import constant_workload, imbalanced, read_schedule, read_times
 from fxbraid.terminal import refuse
 
@@ -32,7 +32,12 @@ def simulate_command(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     batch: Annotated[int, typer.Option("--micro-batch", help="Sequences of a micro-batch.")] = 1,
-    checkpoint: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            help="none, selective, full, or a policy of braid(): mlp, attention, attention+mlp, all."
+        ),
+    ] = "none",
     sequence: Annotated[
         bool,
         typer.Option("--sequence-parallel", help="Norms and residuals on seq / tp tokens (with --model)."),
@@ -109,10 +114,10 @@ def path_by_kind(result: Result) -> dict[str, float]:
 
 
 def _checkpoint(text: str) -> Checkpoint:
-    for known in CHECKPOINTS:
+    for known in (*CHECKPOINTS, *POLICIES):
         if text == known:
             return known
-    raise ScheduleError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, not {text!r}")
+    raise ScheduleError(f"checkpoint is one of {', '.join((*CHECKPOINTS, *POLICIES))}, not {text!r}")
 
 
 def _print(console: Console, result: Result, batch: int) -> None:
