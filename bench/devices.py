@@ -83,8 +83,8 @@ class Times:
     label: str
 
     def of(self, unit: Any) -> float:
-        """Of one of fxbraid's units."""
-        return self.seconds.get((_kind(unit.name), str(unit.phase.value)), 0.0)
+        """Of one of fxbraid's units; one that computes F again takes F's time."""
+        return self.seconds.get((_kind(unit.name), "F" if unit.again else str(unit.phase.value)), 0.0)
 
     @property
     def forward(self) -> float:
@@ -123,7 +123,7 @@ def count_flops(model: nn.Module, micro: Mapping[str, Any], tp_size: int) -> dic
     found: dict[tuple[str, str], int] = {}
     for units in lowered.chunks[0].units.values():
         for unit in units:
-            if unit.flops:
+            if unit.flops and not unit.again:
                 found[_kind(unit.name), str(unit.phase.value)] = unit.flops
     return found
 
