@@ -20,7 +20,7 @@ from fxbraid.simulate import (
     load_model,
     simulate,
 )
-from fxbraid.simulate.analytic import CHECKPOINTS
+from fxbraid.simulate.analytic import CHECKPOINTS, POLICIES
 from fxbraid.simulate.kernels import Kernels, pipeline_links
 
 QWEN = load_model("qwen2-12.1b")
@@ -115,7 +115,7 @@ def test_links_leave_the_node_where_the_ranks_do() -> None:
     assert all(link.bandwidth < h20.network for link in links.values())
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", [*CHECKPOINTS, *POLICIES])
 def test_what_is_saved_is_freed(checkpoint: str) -> None:
     place = Placement("v", 4, 2)
     workload = analytic(QWEN, device("h100"), place, Shape(4096, 1, 2, checkpoint=checkpoint))  # type: ignore[arg-type]
@@ -138,6 +138,24 @@ def test_recomputation_trades_memory_for_time() -> None:
     assert times == sorted(times) and memory == sorted(memory, reverse=True)
     assert 1.2 < times[2] / times[0] < 1.4
     assert results[0].mfu is not None and 0.3 < results[0].mfu < 0.8
+
+
+def test_policies_of_braid_trade_memory_for_time_too() -> None:
+    schedule = build("1f1b", p=4, m=8)
+    results = {
+        policy: simulate(
+            schedule, analytic(QWEN, device("h100"), schedule.placement, Shape(4096, 1, 2, checkpoint=policy))
+        )
+        for policy in ("selective", "full", *POLICIES)
+    }
+    order = ["selective", "mlp", "attention+mlp"]
+    memory = [max(results[policy].peak) for policy in order]
+    times = [results[policy].step_time for policy in order]
+    assert times == sorted(times) and memory == sorted(memory, reverse=True)
+    # Nothing that only the unit's own sum needs is made again, which running all of F once more does.
+    assert results["all"].step_time < results["full"].step_time
+    again = [unit for unit in results["mlp"].workload.chunks[0].i if unit.again]
+    assert {unit.name.rstrip("0123456789") for unit in again} == {"mlp"}
 
 
 def test_layers_are_balanced_with_embedding_and_head() -> None:

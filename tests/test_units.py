@@ -7,14 +7,14 @@ import pytest
 from fxbraid.passes.errors import VerifyError
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import is_mark
-from fxbraid.passes.units import short_name
+from fxbraid.passes.names import short_name
 from fxbraid.passes.verify import verify_split, verify_units
 
 from .tiny import lower, qwen2
 
 
 def names(chunk, phase: Phase) -> list[str]:  # type: ignore[no-untyped-def]
-    return [unit.name for unit in chunk.units[phase]]
+    return [unit.name for unit in chunk.units[phase] if not unit.again]
 
 
 def test_attention_and_mlp_are_units_of_their_own_in_every_phase() -> None:
@@ -22,6 +22,8 @@ def test_attention_and_mlp_are_units_of_their_own_in_every_phase() -> None:
     assert names(first, Phase.F) == ["pre_c0", "embed", "attn0", "mlp0", "attn1", "mlp1", "tail_c0"]
     assert names(first, Phase.I) == ["mlp1", "attn1", "mlp0", "attn0"]
     assert names(first, Phase.W) == ["mlp1", "attn1", "mlp0", "attn0", "norm0", "embed"]
+    # I makes masks and tables again, for the first unit that reads them.
+    assert [unit.label for unit in first.units[Phase.I] if unit.again] == ["pre_c0_R"]
     # Behind the head's columns: the loss's sums once the maximum is known, then the loss.
     loss = ["tail_c1_2", "tail_c1_3"]
     assert names(last, Phase.F) == ["pre_c1", "attn2", "mlp2", "attn3", "mlp3", "tail_c1", "head", *loss]
@@ -31,7 +33,7 @@ def test_attention_and_mlp_are_units_of_their_own_in_every_phase() -> None:
 
 def test_equal_units_share_a_key_and_unequal_ones_do_not() -> None:
     (chunk,) = lower(qwen2(num_hidden_layers=6), n_chunks=1).chunks.values()
-    key = {(u.name, p): u.key for p, us in chunk.units.items() for u in us}
+    key = {(u.name, p): u.key for p, us in chunk.units.items() for u in us if not u.again}
     for phase in Phase:
         # The first layer reads the embedding, the last one hands to the head: all others are alike.
         inner = range(1, 5)

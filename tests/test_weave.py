@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fxbraid.schedule import ScheduleError
+from fxbraid.schedule.listorder import play
 from fxbraid.schedule.weave import Strand, weave
 
 
@@ -72,3 +75,26 @@ def test_light_weights_come_last() -> None:
 def test_too_many_strands() -> None:
     with pytest.raises(ScheduleError, match="at most two"):
         weave([strand("F", "L")] * 3)
+
+
+def test_what_is_computed_again_hides_the_collective_of_its_own_strand() -> None:
+    """I launches, and what F did not save is made again before the next unit of I waits."""
+    again = (True, False, True, False)
+    line = Strand(
+        "I",
+        (False, True, False, True),
+        (True,) * 4,
+        (0, 1, 2, 3),
+        again=again,
+        seconds=(1.0,) * 4,
+        collective=(0, 3.0, 0, 3.0),
+    )
+    weights = Strand(
+        "W", (False,) * 2, (True,) * 2, (1, 3), own=True, seconds=(1.0,) * 2, collective=(0.0,) * 2
+    )
+    order = weave([line, weights])
+    assert order == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (1, 1)]
+    # Units 0 and 1, then W and 2 beside the collective of 1, which ends at 5; unit 3 ends at 6, its collective at 9.
+    assert play([line, weights], order).length == pytest.approx(9.0)
+    waits = replace(line, again=())
+    assert play([waits, weights], order).length == pytest.approx(10.0)
