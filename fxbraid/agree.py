@@ -90,7 +90,11 @@ def describe(value: Any) -> str:
         return f"{value.name} {value.placement} m={value.m}\n{value.to_csv()}"
     if isinstance(value, Profile):
         links = sorted((ends, dataclasses.astuple(link)) for ends, link in value.messages.items())
-        reduces = (dataclasses.astuple(value.all_reduce), dataclasses.astuple(value.replicas))
+        reduces = (
+            dataclasses.astuple(value.all_reduce),
+            dataclasses.astuple(value.replicas),
+            dataclasses.astuple(value.host),
+        )
         rest = (reduces, value.rendezvous, value.contention)
         return f"times of {len(value)} units {sorted(value.seconds.items())} {links} {rest}"
     if isinstance(value, nn.Module):

@@ -19,6 +19,7 @@ from .agree import agree
 from .arguments import check_model, check_seed, checked
 from .decide import Order
 from .model import BraidedModel
+from .offloading import Offload
 from .options import Options
 from .passes.block import TIMING_ONLY, Collectives
 from .passes.checkpoint import Checkpointing
@@ -60,6 +61,7 @@ def braid(
     grad_dtype: torch.dtype | None = torch.float32,
     master_weights: bool = False,
     bucket_mb: float = DEFAULT_MB,
+    offload: Offload | None = None,
     seed: int = 0,
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
@@ -104,6 +106,11 @@ def braid(
         master_weights: ``parameters()`` of the trained bfloat16 parameters are float32, with float32 gradients, and the
             program computes with their rounded copies (docs/precision.md).
         bucket_mb: MiB of gradients, at most, in one all-reduce over the replicas.
+        offload: saved activations go to pinned host memory behind their forward and come back ahead of their backward,
+            as many as there is time for at measured costs and the measured host link, so that no step waits
+            (docs/offload.md). "chunk0": those of every rank's first chunk, which live longest; a fraction: at most that
+            share of them; a function (chunk, unit) -> bool: those that the units make for which it is true, of any
+            chunk. Results are the same to the bit.
         seed: of the values that a model on the meta device gets.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
         sequence_parallel: cut what tensor parallelism leaves whole (norms, residuals, messages) into tokens: a

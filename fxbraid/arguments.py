@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import batch as batches
 from .decide import Order, check_order
+from .offloading import check_offload
 from .passes.block import COLLECTIVES, Collectives
 from .passes.checkpoint import check_policy
 from .passes.compile import Artefacts
@@ -84,6 +85,7 @@ def _kinds(asked: Mapping[str, Any]) -> None:
     if not (isinstance(asked["bucket_mb"], int | float) and asked["bucket_mb"] > 0):
         raise BraidError(f"bucket_mb={asked['bucket_mb']!r}: give a size in MiB above 0")
     check_seed(asked["seed"])
+    check_offload(asked["offload"])
     Artefacts(asked["compile"])
     check_policy(asked["checkpoint"])
     _one_of("loss_reduction", asked["loss_reduction"], ("auto", "sum", "mean"))

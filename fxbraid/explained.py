@@ -14,6 +14,7 @@ from .batch import Signature
 from .decide import Decision
 from .metrics import StepMetrics
 from .observe import Observed, gather, save
+from .offloading import Offloading
 from .options import Options, Plan
 from .passes.compile import Artefacts
 from .passes.errors import BraidError
@@ -49,6 +50,8 @@ class Explained(nn.Module):
     _last: Engine
     #: the last step, None where there was none or nobody timed it
     _observed: Observed | None
+    #: what goes to the host, None where nothing was asked to
+    _offloading: Offloading | None
 
     # -- what runs
 
@@ -106,7 +109,14 @@ class Explained(nn.Module):
         last = self._observed.metrics() if self._observed is not None else None
         choice = self._decision.choice if self._decision is not None else None
         return make_report(
-            self._last, self._plan, self._mesh, self._options, len(self._artefacts), last, choice
+            self._last,
+            self._plan,
+            self._mesh,
+            self._options,
+            len(self._artefacts),
+            last,
+            choice,
+            offload=self._offloading.lines if self._offloading is not None else (),
         )
 
     @property
@@ -170,6 +180,7 @@ class Explained(nn.Module):
             collective=collective or times.all_reduce.seconds,
             reduce=times.replicas.seconds if self._mesh.dp_size > 1 else None,
             link=link,
+            host=times.host_link(),
             label=times.label,
         )
         return simulate(
@@ -177,6 +188,7 @@ class Explained(nn.Module):
             replace(costs, links=times.links(), contention=times.share),
             braided=self._options.collectives != "blocking",
             ordered_by=self._ordered_by,
+            offload=self._offloading.every if self._offloading is not None else None,
         )
 
     # -- inside

@@ -16,6 +16,7 @@ from .decide import Asked, Decision, decide
 from .explained import Explained
 from .gradients import Gradients, Nonfinite
 from .observe import Watch, observed, watch
+from .offloading import Offloading, offloading
 from .options import Options, Plan
 from .outputs import model_output, nested, rules, total
 from .passes.compile import Artefacts
@@ -26,7 +27,7 @@ from .replicas import Replicas
 from .runtime.engine import Engine
 from .runtime.measure import measure_peak
 from .runtime.mesh import Mesh
-from .runtime.profile import order_from
+from .runtime.profile import make_profile, order_from
 from .runtime.record_step import record
 from .schedule import Schedule, forward_only
 from .source import Source, agreed
@@ -99,6 +100,7 @@ class BraidedModel(Explained):
         )
         #: steps whose gradients :meth:`clip_grad_norm_` has dropped, since they were not finite
         self.skipped_steps = 0
+        self._offloading = self._offload(lowered if model.training else None)
         key = (batches.signature(example_batch, options.n_microbatches), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
@@ -244,6 +246,25 @@ class BraidedModel(Explained):
 
     # -- inside
 
+    def _offload(self, lowered: Lowered | None) -> Offloading | None:
+        """What was asked to leave the device, planned at the costs of the decision, or measured ones. Collective.
+        ``lowered``: this rank's chunks, traced for training, if they are."""
+        options, decision = self._options, self._decision
+        if options.offload is None:
+            return None
+        lowered = lowered or self._tracer.lower(self._example, self._schedule.placement)
+        return offloading(
+            options.offload,
+            self._schedule,
+            lowered,
+            decision.profile
+            if decision is not None
+            else make_profile(lowered, self._artefacts, self._mesh, self._schedule),
+            self._mesh,
+            braided=options.collectives != "blocking",
+            ordered_by=self._ordered_by,
+        )
+
     def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
         options = self._options
         asked = Asked(
@@ -271,6 +292,7 @@ class BraidedModel(Explained):
             if training and (costs := self._ordered_by) is not None
             else None,
             reduces=reducer.modules if (reducer := self._gradients.reducer) is not None else None,
+            offload=self._offloading.plan_for(lowered) if training and self._offloading is not None else None,
         )
 
     def _engine_for(self, batch: Mapping[str, Any], *, training: bool) -> Engine:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from .decide import Order
+from .offloading import Offload
 from .passes.block import Collectives
 from .passes.checkpoint import Checkpointing
 from .passes.compile import Compile
@@ -41,6 +42,7 @@ class Options:
     #: the type that ``torch.autocast`` was on with when ``braid`` was called
     autocast: torch.dtype | None = None
     bucket_mb: float = DEFAULT_MB
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class Report:
     notes: tuple[str, ...]
     last_step: StepMetrics | None = None
     choice: Choice | None = None
+    offload: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -81,6 +82,7 @@ class Report:
                 f"chunk {chunk.index} (layers {chunk.layers.start} to {chunk.layers.stop - 1}): {phases}; saves "
                 f"{chunk.saved_bytes:,} bytes a micro-batch, hands {chunk.handed_bytes:,} from I to W"
             )
+        lines += self.offload
         if self.last_step is not None:
             lines.append(str(self.last_step))
         return "\n".join([*lines, *self.notes])
@@ -107,6 +109,8 @@ def make_report(
     artefacts: int,
     last_step: StepMetrics | None = None,
     choice: Choice | None = None,
+    *,
+    offload: tuple[str, ...] = (),
 ) -> Report:
     """The report of one engine on this rank, of the last step, if there was one, and of what was chosen by costs."""
     schedule = engine.schedule
@@ -158,4 +162,5 @@ def make_report(
         notes=(*plan.tp.notes, *below),
         last_step=last_step,
         choice=choice,
+        offload=offload,
     )

@@ -12,6 +12,7 @@ from . import batch as batches
 from . import schedule as schedules
 from .decide import Asked, Decision, decide
 from .model import BraidedModel
+from .offloading import Offload
 from .passes.block import Collectives
 from .passes.errors import BraidError
 from .passes.pipeline import Lowered
@@ -26,6 +27,7 @@ def variant(
     collectives: Collectives = "overlap",
     braided: bool = True,
     decision: Decision | None = None,
+    offload: Offload | None = None,
 ) -> BraidedModel:
     """``model`` under ``schedule``, which may have another m; ``example_batch`` says what it will train on.
 
@@ -33,7 +35,7 @@ def variant(
     build: call ``zero_grad`` between steps of different variants, and replace no parameter. Every rank calls it with
     equal arguments (channels may need new process groups). ``collectives`` and ``braided`` as for
     :func:`fxbraid.braid`; ``decision``: whose order of units in blocks to take (see :func:`automatic`), None for the
-    paper's.
+    paper's; ``offload``: as for :func:`fxbraid.braid`.
 
     Raises ``BraidError`` where chunks would lie on other ranks or micro-batches have other shapes: those need a
     ``braid`` of their own.
@@ -51,7 +53,13 @@ def variant(
         raise BraidError(
             f"micro-batches of {given} are not those that the model was built for, {known}; call braid() for them"
         )
-    options = replace(model._options, n_microbatches=schedule.m, collectives=collectives, braided=braided)
+    options = replace(
+        model._options,
+        n_microbatches=schedule.m,
+        collectives=collectives,
+        braided=braided,
+        offload=offload,
+    )
     lowered = lowered_of(model)
     twin: BraidedModel = object.__new__(BraidedModel)
     twin.__dict__.update(model.__dict__)
@@ -61,6 +69,7 @@ def variant(
     twin.__dict__.update(_schedule=schedule, _options=options, _example=example, _decision=decision)
     twin.__dict__.update(_engines={}, _observed=None, _everything=model._everything)
     twin.__dict__.update(_tracer=model._tracer.under(options))
+    twin.__dict__.update(_offloading=twin._offload(lowered))
     engine = twin._engine(lowered, training=True)
     twin._engines[batches.signature(example_batch, schedule.m), True] = engine
     twin._last = engine

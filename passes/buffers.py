@@ -127,7 +127,9 @@ class _Readers:
             if node.op == "output":
                 return None
             end = node
-            if node in self.calls and self._through(node, shared):
+            if "parked" in node.meta:  # on its way to the host and back with what shares the boxes
+                shared[node] = set().union(*(shared.get(source, set()) for source in node.all_input_nodes))
+            elif node in self.calls and self._through(node, shared):
                 return None
         return end
 

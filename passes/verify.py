@@ -10,6 +10,8 @@ from collections import Counter
 
 from torch import fx
 
+from ..schedule.lower import Away, Back, Offload, Reload, Run
+from ..schedule.offload import Parcel
 from .block import Block
 from .errors import VerifyError
 from .joint import VIEWS, JointGraph, Phase
@@ -83,6 +85,49 @@ def _verify_reads(chunk: ChunkUnits) -> None:
                 if arg not in known and chunk.resolve(source) not in known:  # type: ignore[arg-type]
                     raise VerifyError(f"unit {unit.label} reads {arg.name}, which nothing before it makes")
             known |= set(unit.outs)
+
+
+def verify_offload(program: fx.GraphModule) -> None:
+    """Every parcel that leaves is let go of, takes memory again and is waited for, once and in this order, before its
+    backward reads it; no two are in one slot on the host at once."""
+    taken: dict[int, Parcel] = {}
+    slot_of: dict[fx.Node, int] = {}
+    done: dict[fx.Node, tuple[set[int], set[int]]] = {}
+    for node in program.graph.nodes:
+        instruction = node.meta.get("instruction")
+        if isinstance(instruction, Offload):
+            slot, numbers = node.args[2:]
+            if slot in taken:
+                raise VerifyError(f"{node.name} leaves to slot {slot}, where {taken[slot]} still is")
+            if len(numbers) != len(instruction.parcel.items):
+                raise VerifyError(f"{node.name} moves storages {numbers} of {instruction.parcel}")
+            taken[slot], slot_of[node], done[node] = instruction.parcel, slot, (set(), set())
+        elif isinstance(instruction, Away | Reload | Back):
+            source = node.args[0]
+            gone, back = done.pop(source, (None, None))
+            if gone is None or back is None:
+                raise VerifyError(f"{node.name} reads {source}, which is not on its way, or twice")
+            every = set(range(len(instruction.parcel.items)))
+            if isinstance(instruction, Back):
+                if gone != every or back != every:
+                    raise VerifyError(f"{node.name}: of {every} {gone} were let go of and {back} reloaded")
+                del taken[slot_of[source]]
+                continue
+            now = set(instruction.items)
+            if isinstance(instruction, Away) and gone.isdisjoint(now) and back.isdisjoint(now):
+                gone |= now
+            elif isinstance(instruction, Reload) and now <= gone and back.isdisjoint(now):
+                back |= now
+            else:
+                raise VerifyError(f"{node.name} at {sorted(now)}: {gone} are gone and {back} back already")
+            done[node], slot_of[node] = (gone, back), slot_of[source]
+        elif isinstance(instruction, Run) and any(
+            "parked" in arg.meta and not isinstance(arg.args[0].meta.get("instruction"), Back)
+            for arg in node.all_input_nodes
+        ):
+            raise VerifyError(f"{node.name} reads a parcel that is not back")
+    if taken:
+        raise VerifyError(f"{list(taken.values())} never come back")
 
 
 def verify_block(block: Block) -> None:

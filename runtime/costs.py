@@ -20,6 +20,7 @@ from ..passes.cost import nbytes, reduce_bytes
 from ..passes.errors import BraidError
 from ..passes.joint import Phase
 from ..passes.launches import ends_with_mark, fetched, launched
+from ..passes.offload import stored
 from ..passes.pipeline import Lowered
 from ..passes.units import ChunkUnits, Unit
 from ..simulate import INSTANT, ChunkCost, Link, UnitCost, Workload
@@ -100,6 +101,7 @@ def workload(
     collective: CollectiveTime = lambda _: 0.0,
     reduce: CollectiveTime | None = None,
     link: Link = INSTANT,
+    host: Link = INSTANT,
     label: str = "measured profile",
 ) -> Workload:
     """Costs of all chunks of ``lowered`` (which must hold all of them).
@@ -113,7 +115,7 @@ def workload(
         chunk_cost(chunk, seconds, collective if chunk.tp_size > 1 else lambda _: 0.0, reduce)
         for chunk in chunks
     )
-    return Workload(made, link=link, label=label)
+    return Workload(made, link=link, host=host, label=label)
 
 
 def chunk_cost(
@@ -145,7 +147,15 @@ def chunk_cost(
     f, i, w = (tuple(cost(unit) for unit in chunk.units[phase]) for phase in (Phase.F, Phase.I, Phase.W))
     forward = sum(nbytes(n.meta["val"]) for n in chunk.outputs) if chunk.joint.chunk.boundary_out else 0
     backward = sum(nbytes(n.meta["val"]) for n in chunk.input_grads)
-    return ChunkCost(f, i, w, forward, backward, reduce(gradient_bytes(chunk)) if reduce is not None else 0.0)
+    return ChunkCost(
+        f,
+        i,
+        w,
+        forward,
+        backward,
+        reduces=reduce(gradient_bytes(chunk)) if reduce is not None else 0.0,
+        parks=tuple(one.nbytes for one in stored(chunk)),
+    )
 
 
 def gradient_bytes(chunk: ChunkUnits) -> int:

@@ -16,16 +16,19 @@ from ..passes.buffers import Layout
 from ..passes.compile import Artefacts
 from ..passes.errors import BraidError
 from ..passes.joint import Phase
+from ..passes.offload import stored
 from ..passes.pipeline import Lowered
 from ..passes.program import ONE, program, reduction
-from ..passes.verify import verify_block
+from ..passes.verify import verify_block, verify_offload
 from ..schedule import Action, Schedule, parts
 from ..schedule import Phase as Do
 from ..schedule.listorder import CostOrder
 from ..schedule.lower import Channel
+from ..schedule.offload import OffloadPlan
 from .bind import bind
 from .emulate import check_times, timed
 from .mesh import Mesh
+from .offload import Away, Back, HostMemory, Offload, Reload, make_lanes
 from .p2p import Arrive, Buffers, Outbox, Post, Release, Send
 from .piece import compile_block
 from .record import Meter
@@ -96,7 +99,7 @@ class Engine:
 
     ``state``: this rank's parameters and buffers by name; ``slots``: the gradient slots by chunk and parameter;
     ``order``: of units in blocks by costs, None for the paper's; ``reduces``: by chunk, what starts to sum its
-    gradients over replicas, empty where there is one.
+    gradients over replicas, empty where there is one; ``offload``: what F saves that goes to the host and back.
     """
 
     def __init__(
@@ -111,9 +114,12 @@ class Engine:
         collectives: Collectives = "overlap",
         order: CostOrder | None = None,
         reduces: Mapping[int, nn.Module] | None = None,
+        offload: OffloadPlan | None = None,
     ) -> None:
         self.lowered, self.schedule, self.mesh = lowered, schedule, mesh
         self.outbox, self.buffers = Outbox(), Buffers()
+        self.offload = offload
+        self.host = HostMemory(make_lanes(mesh.device)) if offload is not None else None
         self.meter = Meter(schedule, mesh)
         modules: dict[str, nn.Module] = {}
         phases = {part.phase for step in schedule.actions[mesh.pp_rank] for part in parts(step)}
@@ -132,6 +138,8 @@ class Engine:
         modules |= self.meter.watch(self._channels())
         if not forward:
             modules |= {reduction(chunk): module for chunk, module in (reduces or {}).items()}
+        if self.host is not None:
+            modules |= self._copies(self.host)
         whole = artefacts.mode == "block"
         # Compiled pieces hold the group's name: one that all ranks and runs agree on lets them share artefacts.
         tp_group = mesh.tp_group_name
@@ -152,8 +160,12 @@ class Engine:
             chunks=dict(lowered.chunks),
             block=self.blocks.get_block,
             modules=modules,
+            offload=offload,
         )
+        verify_offload(self.program)
         self.buffers.layouts = self.compiled.slots
+        if self.host is not None:
+            self.host.sizes = self.compiled.host_slots
         self.meter.read_program(self.program)
         self._run = bind(self.program)
         self.one = torch.ones((), device=mesh.device, dtype=self._loss_dtype())
@@ -202,11 +214,29 @@ class Engine:
             modules["release"] = Release(self.buffers)
         return modules
 
+    def _copies(self, memory: HostMemory) -> dict[str, nn.Module]:
+        """To the host and back."""
+        lanes = memory.lanes
+        modules: dict[str, nn.Module] = {
+            f"offload_{index}": Offload(stored(chunk), memory) for index, chunk in self.lowered.chunks.items()
+        }
+        return modules | {
+            "away": Away(lanes),
+            "reload": Reload(lanes, self.mesh.device),
+            "back": Back(lanes),
+        }
+
     def layouts(self, channel: Channel) -> list[Layout]:
         """What a message of ``channel`` holds, in order; for channels that end here."""
         joint = self.lowered.chunks[channel.target].joint
         nodes = joint.boundary if channel.phase == "F" else joint.tangents
         return [Layout.of(node.meta["val"]) for node in nodes]
+
+    def drop(self) -> None:
+        """A step has failed: messages and copies may still be on their way."""
+        self.buffers.drop()
+        if self.host is not None:
+            self.host.drop()
 
     def check(self, inputs: Mapping[str, Sequence[Tensor]]) -> None:
         """Raise where a step can't run on ``inputs``."""
@@ -227,7 +257,7 @@ class Engine:
             with below_autograd():
                 results = self._run(*args)
         except BaseException:
-            self.buffers.drop()
+            self.drop()
             raise
         self.meter.end()
         self.outbox.flush()

@@ -23,6 +23,7 @@ from ..passes.joint import Phase
 from ..passes.pipeline import Lowered
 from ..schedule import Schedule
 from ..schedule.lower import Channel, channels
+from . import emulate
 from .costs import bound_unit
 from .mesh import Mesh
 
@@ -34,6 +35,9 @@ FASTEST = 1e13
 
 REPLICAS_BYTES = 2**22
 """Bytes of the sum over replicas that is measured."""
+
+HOST_BYTES = 2**24
+"""Bytes of the copy to the host that is measured."""
 
 BESIDE_S = 0.3
 """Seconds, at most, of units that run beside an all-reduce to see how they slow each other down."""
@@ -80,18 +84,19 @@ def links_of(mesh: Mesh, schedule: Schedule) -> frozenset[str]:
     found = {f"message {source}-{destination}" for _, source, destination in channels(schedule)}
     if mesh.dp_size > 1:
         found.add("replicas")
+    found.add("host")
     return frozenset(found | {"all_reduce", "contention"} if mesh.tp_size > 1 else found)
 
 
 def measure_links(
     lowered: Lowered, artefacts: Artefacts, mesh: Mesh, schedule: Schedule, sizes: Sizes, *, repeats: int
 ) -> dict[str, list[float]]:
-    """This rank's measurements by name: ``all_reduce`` of the TP group, ``replicas`` (an all-reduce over them) and
-    ``message S-D`` as [alpha, beta], ``contention`` as [share].
+    """This rank's measurements by name: ``host`` (copies to and from it), ``all_reduce`` of the TP group,
+    ``replicas`` (an all-reduce over them) and ``message S-D`` as [alpha, beta], ``contention`` as [share].
 
     Collective over all ranks, which must give equal ``sizes``.
     """
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {"host": _host(mesh, repeats)}
     if mesh.dp_group is not None:
         found["replicas"], _ = _all_reduce(mesh.dp_group, mesh, REPLICAS_BYTES, repeats)
     if mesh.tp_group is not None and mesh.tp_size > 1:
@@ -118,6 +123,30 @@ def _all_reduce(group: dist.ProcessGroup, mesh: Mesh, size: int, repeats: int) -
 
     small, large = (_median(reduce, _bytes(n, mesh), mesh, repeats) for n in (SMALL, size))
     return fit(small, large, size), large
+
+
+def _host(mesh: Mesh, repeats: int) -> list[float]:
+    """[alpha, beta] of a copy between device and host, the slower way; on the CPU, of a copy in memory."""
+    session = emulate.active()
+    if session is not None and (link := session.cluster.host_link) is not None:
+        return [link.alpha_s, min(link.beta_bytes_per_s, FASTEST)]
+
+    ways = []
+    for out in (True, False):
+        small, large = (_copy_seconds(size, mesh, repeats, out=out) for size in (SMALL, HOST_BYTES))
+        ways.append(fit(small, large, HOST_BYTES))
+    return [max(alpha for alpha, _ in ways), min(beta for _, beta in ways)]
+
+
+def _copy_seconds(size: int, mesh: Mesh, repeats: int, *, out: bool) -> float:
+    here = _bytes(size, mesh)
+    there = torch.zeros(here.shape, dtype=here.dtype, pin_memory=here.is_cuda)
+
+    def copy(here: Tensor) -> None:
+        source, target = (here, there) if out else (there, here)
+        target.copy_(source, non_blocking=True)
+
+    return _median(copy, here, mesh, repeats)
 
 
 def _message(

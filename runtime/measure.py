@@ -13,6 +13,7 @@ from ..passes.program import ONE
 from ..simulate import ChunkCost, Workload, peaks
 from .costs import chunk_cost
 from .engine import Engine
+from .offload import Parked
 
 
 class _Sampler(fx.Interpreter):
@@ -69,6 +70,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+    elif isinstance(value, Parked):
+        yield from value.tensors()
 
 
 @torch.no_grad()
@@ -99,6 +102,6 @@ def predict_peak(engine: Engine, ordered_by: Workload | None = None) -> int:
             actions=tuple(row if r == engine.mesh.pp_rank else () for r in range(engine.schedule.p)),
         )
         meter.peak_predicted = round(
-            peaks(alone, Workload(every), ordered_by=ordered_by)[engine.mesh.pp_rank]
+            peaks(alone, Workload(every), ordered_by=ordered_by, offload=engine.offload)[engine.mesh.pp_rank]
         )
     return meter.peak_predicted

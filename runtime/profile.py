@@ -43,7 +43,8 @@ class Profile(Mapping[str, float]):
     all_reduce: of the TP group, by bytes of the tensor; replicas: over data-parallel replicas. messages: by (source,
     destination) pipeline rank; rendezvous: a message starts when its receive is posted. contention: share of the device
     that a running all-reduce takes from the units beside it, 0 to 1 or above where overlapping costs more than it
-    gains. label: where the numbers come from. made_from: what they depend on.
+    gains. host: one way between device and host, by bytes. label: where the numbers come from. made_from: what they
+    depend on.
     """
 
     seconds: Mapping[str, float]
@@ -54,6 +55,7 @@ class Profile(Mapping[str, float]):
     label: str = "measured profile"
     made_from: Mapping[str, Any] = field(default_factory=dict)
     replicas: LinkTime = INSTANT
+    host: LinkTime = INSTANT
 
     def __getitem__(self, key: str) -> float:
         return self.seconds[key]
@@ -70,6 +72,10 @@ class Profile(Mapping[str, float]):
             ends: Link(link.alpha_s, link.beta_bytes_per_s, self.rendezvous)
             for ends, link in self.messages.items()
         }
+
+    def host_link(self) -> Link:
+        """The link to the host, as the simulator takes it."""
+        return Link(self.host.alpha_s, self.host.beta_bytes_per_s)
 
     @property
     def share(self) -> float:
@@ -96,9 +102,11 @@ def as_profile(times: Mapping[str, float]) -> Profile:
             )
     if not isinstance(times, Profile):
         return Profile(dict(times), label="given times")
-    links = {"all-reduces": times.all_reduce, "sums over replicas": times.replicas} | {
-        f"messages {a}-{b}": x for (a, b), x in times.messages.items()
-    }
+    links = {
+        "all-reduces": times.all_reduce,
+        "sums over replicas": times.replicas,
+        "copies to the host": times.host,
+    } | {f"messages {a}-{b}": x for (a, b), x in times.messages.items()}
     for name, link in links.items():
         if not (0 <= link.alpha_s < math.inf and link.beta_bytes_per_s > 0):
             raise BraidError(
@@ -184,7 +192,13 @@ def gather_workload(lowered: Lowered, profile: Profile, mesh: Mesh) -> Workload:
         if text not in made:  # equal chunks share one object, and the simulator times their blocks once
             made[text] = _chunk_cost(found[str(index)])
         chunks.append(made[text])
-    return Workload(tuple(chunks), links=profile.links(), label=profile.label, contention=profile.share)
+    return Workload(
+        tuple(chunks),
+        links=profile.links(),
+        label=profile.label,
+        contention=profile.share,
+        host=profile.host_link(),
+    )
 
 
 def order_from(costs: Workload, lowered: Lowered) -> CostOrder:
@@ -265,6 +279,7 @@ def _profile(merged: Mapping[str, Any], label: str, facts: Mapping[str, Any]) ->
         label=label,
         made_from=dict(facts),
         replicas=LinkTime(*links["replicas"]) if "replicas" in links else INSTANT,
+        host=LinkTime(*links["host"]) if "host" in links else INSTANT,
     )
 
 
@@ -306,9 +321,12 @@ def _emulated(lowered: Lowered, mesh: Mesh, schedule: Schedule, session: Any) ->
         label=emulate.label(),
         made_from={"emulated": str(cluster), "by": "place of the unit"},
         replicas=replicas,
+        host=INSTANT
+        if cluster.host_link is None
+        else LinkTime(cluster.host_link.alpha_s, cluster.host_link.beta_bytes_per_s),
     )
 
 
 def _chunk_cost(values: Mapping[str, Any]) -> ChunkCost:
     f, i, w = (tuple(UnitCost(**unit) for unit in values[phase]) for phase in ("f", "i", "w"))
-    return ChunkCost(f, i, w, values["sends_f"], values["sends_i"], values["reduces"])
+    return ChunkCost(f, i, w, values["sends_f"], values["sends_i"], values["reduces"], tuple(values["parks"]))

@@ -23,7 +23,7 @@ import torch
 
 from .links import FASTEST
 
-FORMAT = 1
+FORMAT = 2
 VARIABLE = "FXBRAID_CACHE_DIR"
 
 LONGEST_S = 3600.0
@@ -138,7 +138,9 @@ def _link(name: Any, values: Any) -> bool:
             and math.isfinite(values[0])
             and abs(values[0]) <= MOST_CONTENTION
         )
-    known = name in ("all_reduce", "replicas") or (isinstance(name, str) and name.startswith("message "))
+    known = name in ("all_reduce", "replicas", "host") or (
+        isinstance(name, str) and name.startswith("message ")
+    )
     if not known or len(values) != 2 or not _time(values[0]):
         return False
     rate = values[1]

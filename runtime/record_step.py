@@ -79,7 +79,7 @@ def record(engine: Engine, inputs: Mapping[str, Sequence[Tensor]]) -> Recording:
     try:
         results = _Program(engine.program, recorder).run(*args)
     except BaseException:
-        engine.buffers.drop()
+        engine.drop()
         raise
     meter.end()
     engine.outbox.flush()

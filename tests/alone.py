@@ -20,6 +20,7 @@ from fxbraid.schedule import Action, Phase, Placement, Schedule, Step, check
 from fxbraid.schedule.braid import pair_neighbours
 from fxbraid.schedule.errors import ScheduleError
 from fxbraid.schedule.lower import channels
+from fxbraid.schedule.offload import OffloadPlan
 
 
 class LoneMesh(Mesh):
@@ -70,6 +71,7 @@ def engine(
     *,
     compile: Compile = False,
     seed: int = 0,
+    offload: OffloadPlan | None = None,
 ) -> tuple[Engine, Wire]:
     """The engine of ``rank``, whose messages go over a :class:`Wire`."""
     wire = Wire(seed)
@@ -84,7 +86,9 @@ def engine(
         index: {n: GradSlot(state[n], shared=False) for n in chunk.joint.chunk.params}  # type: ignore[arg-type]
         for index, chunk in mine.items()
     }
-    made = Engine(own, schedule, mesh, state=state, slots=slots, artefacts=Artefacts(compile))
+    made = Engine(
+        own, schedule, mesh, state=state, slots=slots, artefacts=Artefacts(compile), offload=offload
+    )
     return made, wire
 
 

@@ -259,8 +259,8 @@ def test_one_step_ahead_hides_as_much_as_buffers_everywhere(
     assert late
 
 
-def posted_when_needed(row: Any, wanted: Any, complete: Any) -> Iterator[Any]:
-    assert not complete  # nothing is reduced here
+def posted_when_needed(row: Any, wanted: Any, complete: Any, moved: Any) -> Iterator[Any]:
+    assert not complete and not moved  # nothing is reduced or offloaded here
     for step, messages in zip(row, wanted, strict=True):
         yield from (lowering.Post(message) for message in messages)
         yield from (lowering.Arrive(message) for message in messages)

@@ -86,6 +86,11 @@ class Runtime:
 def _check(model: BraidedModel, schedule: TorchRuntime, share: Share) -> None:
     """Everything that is compared is the same on all ranks, so all of them raise, or none."""
     place, m = model.schedule.placement, model.schedule.m
+    if model._options.offload is not None:
+        raise BraidError(
+            f"offload={model._options.offload!r} is part of fxbraid's own program, and torch's runtime would run "
+            "without it; call braid() without offload for it"
+        )
     if (found := torch_pippy.sizes(schedule)) != (wanted := (place.p, place.n_chunks, m)):
         raise BraidError(
             "the schedule has {} ranks, {} stages and {} micro-batches, but the model was ".format(*found)

@@ -7,6 +7,9 @@ Every (phase, boundary) is a channel of its own and carries micro-batches in inc
 it), so both ends agree on the order of messages by construction, whatever else they do. A receive is posted one
 step before the step that needs it; a send leaves inside its block and is never waited for before the end.
 
+With an offload plan (:mod:`fxbraid.schedule.offload`) saved activations leave the device behind their F and come back
+ahead of their backward: each copy is started early and waited for late, as messages are.
+
 With data parallelism a chunk's gradients are summed over the replicas behind its last W (or B), while other chunks and
 micro-batches go on; that, too, is waited for at the end.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxbraid.schedule.action import Action, Phase, Step, parts
+from fxbraid.schedule.offload import Moves, OffloadPlan, Parcel, check_offload, moves
 from fxbraid.schedule.schedule import Schedule
 
 
@@ -69,7 +73,37 @@ class Reduce:
     chunk: int
 
 
-Instruction = Post | Arrive | Run | Reduce
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Start to copy a parcel to the host; its F is done."""
+
+    parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Wait for the copies of these items (places in the parcel) and let go of them on the device."""
+
+    parcel: Parcel
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Start to copy these items back, in this order."""
+
+    parcel: Parcel
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """Wait until all of a parcel is back: its backward is next."""
+
+    parcel: Parcel
+
+
+Instruction = Post | Arrive | Run | Reduce | Offload | Away | Reload | Back
 
 
 def channels(schedule: Schedule) -> list[tuple[Channel, int, int]]:
@@ -99,11 +133,18 @@ def needs(schedule: Schedule, action: Action) -> Message | None:
     return Message(channel, action.microbatch)
 
 
-def lower(schedule: Schedule, rank: int, *, reduce: bool = False) -> list[Instruction]:
-    """The instructions of ``rank``, in order; with ``reduce``, those that sum gradients over replicas."""
+def lower(
+    schedule: Schedule, rank: int, *, reduce: bool = False, offload: OffloadPlan | None = None
+) -> list[Instruction]:
+    """The instructions of ``rank``, in order; with ``reduce``, those that sum gradients over replicas; with
+    ``offload``, those that move saved activations to the host and back. Raises ScheduleError for a plan that does not
+    fit the schedule."""
     row = schedule.actions[rank]
     wanted = [[m for a in parts(step) if (m := needs(schedule, a)) is not None] for step in row]
-    return list(_instructions(row, wanted, complete(row) if reduce else {}))
+    if offload is not None:
+        check_offload(schedule, offload)
+    moved = moves(offload.parcels[rank]) if offload is not None else {}
+    return list(_instructions(row, wanted, complete(row) if reduce else {}, moved))
 
 
 def complete(row: tuple[Step, ...]) -> dict[int, list[int]]:
@@ -118,7 +159,10 @@ def complete(row: tuple[Step, ...]) -> dict[int, list[int]]:
 
 
 def _instructions(
-    row: tuple[Step, ...], wanted: list[list[Message]], complete: dict[int, list[int]]
+    row: tuple[Step, ...],
+    wanted: list[list[Message]],
+    complete: dict[int, list[int]],
+    moved: dict[int, Moves],
 ) -> Iterator[Instruction]:
     for message in wanted[0] if wanted else []:
         yield Post(message)
@@ -127,6 +171,11 @@ def _instructions(
             yield Post(message)
         for message in wanted[i]:
             yield Arrive(message)
+        here = moved.get(i, Moves())
+        yield from (Away(parcel, items) for parcel, items in here.away)
+        yield from (Reload(parcel, items) for parcel, items in here.reload)
+        yield from (Back(parcel) for parcel in here.back)
         yield Run(step)
+        yield from (Offload(parcel) for parcel in here.out)
         for chunk in complete.get(i, ()):
             yield Reduce(chunk)

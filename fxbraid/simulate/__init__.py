@@ -15,6 +15,7 @@ The order comes from ``fxbraid.schedule.weave`` or, from costs, ``listorder`` (u
 from __future__ import annotations
 
 from fxbraid.schedule import Schedule
+from fxbraid.schedule.offload import OffloadPlan
 from fxbraid.simulate.analytic import Shape, analytic
 from fxbraid.simulate.block import BlockClock
 from fxbraid.simulate.constants import constants
@@ -55,19 +56,25 @@ __all__ = [
 
 
 def simulate(
-    schedule: Schedule, workload: Workload, *, braided: bool = True, ordered_by: Workload | None = None
+    schedule: Schedule,
+    workload: Workload,
+    *,
+    braided: bool = True,
+    ordered_by: Workload | None = None,
+    offload: OffloadPlan | None = None,
 ) -> Result:
     """One training step of ``schedule`` at the costs of ``workload``: forward and backward of all
     micro-batches.
 
     braided=False waits for every collective right behind its launch: the same order with nothing hidden.
     ordered_by: the costs that units inside blocks are ordered by (``schedule.listorder``), usually ``workload``
-    itself; None is the paper's order. Raises ScheduleError if a workload does not fit the schedule, or if the
+    itself; None is the paper's order. offload: what goes to the host over ``workload.host`` and comes back
+    (``plan_offload``). Raises ScheduleError if a workload does not fit the schedule, or if the
     schedule deadlocks.
     """
-    return at_clock(schedule, BlockClock(workload, braided, ordered_by))
+    return at_clock(schedule, BlockClock(workload, braided, ordered_by), offload)
 
 
-def at_clock(schedule: Schedule, clock: BlockClock) -> Result:
+def at_clock(schedule: Schedule, clock: BlockClock, offload: OffloadPlan | None = None) -> Result:
     """``simulate`` on a clock that is there already: many schedules at the same costs time their blocks once."""
-    return summarize(schedule, clock, run(schedule, clock))
+    return summarize(schedule, clock, run(schedule, clock, offload), offload)

@@ -6,6 +6,9 @@ rendezvous, when its receive is posted, one step ahead; messages that can start 
 direction in that order, and no message waits behind one that can't. Events are therefore handled in order of
 time; a rank itself runs on until a message is missing.
 
+With an offload plan, copies to the host and back run on two lanes of their own (``host``), and a step also waits for
+those that it needs.
+
 With replicas, the sum of a chunk's gradients over them starts behind the step that completes it, one after the other
 on a lane of their own; the step is over when the last of them is.
 """
@@ -18,8 +21,10 @@ from dataclasses import dataclass, field
 
 from fxbraid.schedule import Composite, Phase, Schedule, ScheduleError, Step
 from fxbraid.schedule.lower import Arrive, Channel, Post, Reduce, Run, channels, lower
+from fxbraid.schedule.offload import OffloadPlan, check_offload
 from fxbraid.schedule.walk import execution_order
 from fxbraid.simulate.block import BlockClock, BlockTimes
+from fxbraid.simulate.host import HostLanes
 
 UNKNOWN = -1.0
 
@@ -42,7 +47,7 @@ class Trace:
     arrival it waited for, -1 if it followed the step before at once. Messages are numbered channel x m +
     micro-batch; sent, posted, began and arrived are their times (UNKNOWN for one that never went); sender is
     (rank, step, part), receiver (rank, step), and before is the message that held the link up, -1 if none
-    did. reductions[rank]: in order of their start.
+    did. reductions[rank]: in order of their start. hosts[rank]: its copies to the host and back.
     """
 
     blocks: list[list[BlockTimes]]
@@ -58,9 +63,10 @@ class Trace:
     before: list[int]
     in_flight: list[float] = field(default_factory=list)
     reductions: list[list[Reduction]] = field(default_factory=list)
+    hosts: list[HostLanes] = field(default_factory=list)
 
 
-def run(schedule: Schedule, clock: BlockClock) -> Trace:
+def run(schedule: Schedule, clock: BlockClock, offload: OffloadPlan | None = None) -> Trace:
     """Simulate; raises ScheduleError if a workload does not fit or the schedule deadlocks."""
     for costs in (clock.workload, clock.ordered_by or clock.workload):
         if len(costs.chunks) != schedule.n_chunks:
@@ -68,11 +74,13 @@ def run(schedule: Schedule, clock: BlockClock) -> Trace:
                 f"the workload describes {len(costs.chunks)} chunks, but {schedule.name} on p={schedule.p}, "
                 f"v={schedule.v} has {schedule.n_chunks}; give one ChunkCost per chunk"
             )
-    return _Run(schedule, clock).go()
+    if offload is not None:
+        check_offload(schedule, offload)
+    return _Run(schedule, clock, offload).go()
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, clock: BlockClock) -> None:
+    def __init__(self, schedule: Schedule, clock: BlockClock, offload: OffloadPlan | None) -> None:
         self.schedule, self.workload = schedule, clock.workload
         self.clock = clock
         lanes = channels(schedule)
@@ -92,6 +100,10 @@ class _Run:
             before=[-1] * count,
             in_flight=[0.0] * schedule.p,
             reductions=[[] for _ in schedule.actions],
+            hosts=[
+                HostLanes(self.workload.host, () if offload is None else offload.parcels[rank])
+                for rank in range(schedule.p)
+            ],
         )
         self.wires = [self.wire(lane) for lane in lanes]
         self.reduces = any(chunk.reduces for chunk in self.workload.chunks)
@@ -130,13 +142,15 @@ class _Run:
                     arrives[rank].append(arrive)
                     post, arrive = [], []
                     continue
+                if not isinstance(instruction, Post | Arrive):
+                    continue  # copies to the host and back, of which there are none without a plan
                 message = instruction.message
                 channel = message.channel
                 number = self.number[channel.phase, channel.chunk]
                 key = number * self.schedule.m + message.microbatch
                 if isinstance(instruction, Post):
                     post.append(key)
-                elif isinstance(instruction, Arrive):
+                else:
                     arrive.append(key)
         return posts, arrives
 
@@ -174,6 +188,7 @@ class _Run:
         trace, arrived = self.trace, self.trace.arrived
         row, posts, arrives = self.schedule.actions[rank], self.posts[rank], self.arrives[rank]
         blocks, starts, causes = trace.blocks[rank], trace.starts[rank], trace.causes[rank]
+        host = trace.hosts[rank]
         at, free = self.at[rank], self.free[rank]
         while at < len(row):
             if posts[at]:
@@ -189,11 +204,13 @@ class _Run:
                     start, cause = time, message
             if cause >= 0:
                 trace.in_flight[rank] += start - max(free, trace.sent[cause])
+            start = host.before(at, start)
             starts.append(start)
             causes.append(cause)
             block = blocks[at]
             self.send(row[at], block, rank, at, start)
             free = start + block.length
+            host.behind(at, free)
             at += 1
         self.at[rank], self.free[rank] = at, free
 

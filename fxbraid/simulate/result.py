@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fxbraid.schedule import Action, Schedule, Step, parts
 from fxbraid.schedule.lower import Channel
+from fxbraid.schedule.offload import OffloadPlan
 from fxbraid.simulate.block import BlockClock, BlockTimes
 from fxbraid.simulate.engine import UNKNOWN, Trace
+from fxbraid.simulate.host import Copy, memory_changes
 from fxbraid.simulate.workload import Workload
 
 REDUCTION = "gradients over replicas"
@@ -22,7 +24,8 @@ class RankTimes:
     exposed_tp: it waits for a collective inside a block. exposed_p2p: it waits for a message that is on its
     way. bubble: it waits for a message that has not been sent, or is done. collective: total time of its
     collectives, hidden or not. peak: the most bytes that live at once, static ones included. exposed_dp: all its
-    blocks are done, and the sums of its gradients over replicas are not.
+    blocks are done, and the sums of its gradients over replicas are not. exposed_host: it waits for a copy to or from
+    the host; one more term of that sum.
     """
 
     compute: float
@@ -32,6 +35,7 @@ class RankTimes:
     collective: float
     peak: float
     exposed_dp: float = 0.0
+    exposed_host: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class MessageBox:
 class PathItem:
     """One link of the critical path, which has no gap: each item starts when the one before it ends."""
 
-    kind: Literal["unit", "collective", "message"]
+    kind: Literal["unit", "collective", "message", "copy"]
     rank: int
     what: str
     start: float
@@ -100,6 +104,7 @@ class Result:
     ranks: tuple[RankTimes, ...]
     trace: Trace
     ordered_by: Workload | None = None
+    offload: OffloadPlan | None = None
 
     @property
     def bubble_share(self) -> float:
@@ -122,6 +127,11 @@ class Result:
     def exposed_dp_share(self) -> float:
         """Mean share of the step time in which a rank is done but for sums of gradients over replicas."""
         return self._share("exposed_dp")
+
+    @property
+    def exposed_host_share(self) -> float:
+        """Mean share of the step time in which a rank waits for a copy to or from the host."""
+        return self._share("exposed_host")
 
     @property
     def peak(self) -> tuple[float, ...]:
@@ -176,7 +186,7 @@ class Result:
         for one in self.trace.reductions[rank]:
             if one.step == at:
                 action = next(a for a in parts(self.schedule.actions[rank][at]) if a.chunk == one.chunk)
-                exposed = max(0.0, one.end - max(one.start, _blocks_end(self.trace, rank)))
+                exposed = max(0.0, one.end - max(one.start, blocks_end(self.trace, rank)))
                 yield Box(rank, "collective", at, action, "W", REDUCTION, one.start, one.end, exposed=exposed)
 
     def messages(self) -> Iterator[MessageBox]:
@@ -190,12 +200,19 @@ class Result:
                         channel, microbatch, source, destination, t.sent[key], t.began[key], t.arrived[key]
                     )
 
+    def copies(self, rank: int) -> list[Copy]:
+        """Copies of a rank to its host and back, in order of their launch."""
+        return self.trace.hosts[rank].copies
+
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """(time, bytes from then on) of a rank, static bytes included."""
         level = static_bytes(self.schedule, self.workload, rank)
         curve = [(0.0, level)]
-        for block, start in zip(self.trace.blocks[rank], self.trace.starts[rank], strict=True):
-            for time, change in block.memory:
+        moved = memory_changes(self.offload.parcels[rank]) if self.offload is not None else {}
+        rows = zip(self.trace.blocks[rank], self.trace.starts[rank], strict=True)
+        for at, (block, start) in enumerate(rows):
+            first = ((0.0, moved[at]),) if at in moved else ()
+            for time, change in (*first, *block.memory):
                 level += change
                 if curve[-1][0] == start + time:
                     # A peak of no duration stays visible as the level just before.
@@ -206,7 +223,9 @@ class Result:
 
     def critical_path(self) -> list[PathItem]:
         """The units, collectives and messages that the step time is the sum of, in order of time."""
-        return _critical_path(self)
+        from fxbraid.simulate.path import critical_path
+
+        return critical_path(self)
 
     def summary(self) -> dict[str, float | None]:
         """The numbers of the table and of the JSON."""
@@ -216,6 +235,7 @@ class Result:
             "exposed_tp_share": self.exposed_tp_share,
             "exposed_p2p_share": self.exposed_p2p_share,
             **({"exposed_dp_share": self.exposed_dp_share} if any(self.trace.reductions) else {}),
+            **({"exposed_host_share": self.exposed_host_share} if self.offload is not None else {}),
             "peak": max(self.peak),
             "mfu": self.mfu,
         }
@@ -228,28 +248,35 @@ def static_bytes(schedule: Schedule, workload: Workload, rank: int) -> float:
     return sum(workload.static[chunk] for chunk in schedule.placement.chunks_of(rank))
 
 
-def summarize(schedule: Schedule, clock: BlockClock, trace: Trace) -> Result:
+def summarize(
+    schedule: Schedule, clock: BlockClock, trace: Trace, offload: OffloadPlan | None = None
+) -> Result:
     """The totals of a trace."""
     workload = clock.workload
-    step_time = max(_end(trace, rank) for rank in range(schedule.p))
+    step_time = max(end_of(trace, rank) for rank in range(schedule.p))
     ranks = []
     for rank in range(schedule.p):
         blocks = trace.blocks[rank]
         compute = sum(block.compute for block in blocks)
         exposed = sum(block.exposed for block in blocks)
-        p2p, dp = trace.in_flight[rank], _end(trace, rank) - _blocks_end(trace, rank)
+        host = trace.hosts[rank].waited
+        moved = memory_changes(offload.parcels[rank]) if offload is not None else {}
+        p2p, dp = trace.in_flight[rank], end_of(trace, rank) - blocks_end(trace, rank)
         ranks.append(
             RankTimes(
                 compute=compute,
                 exposed_tp=exposed,
                 exposed_p2p=p2p,
-                bubble=max(0.0, step_time - compute - exposed - p2p - dp),
+                bubble=max(0.0, step_time - compute - exposed - p2p - dp - host),
                 collective=_collective(trace, rank),
-                peak=_peak(static_bytes(schedule, workload, rank), blocks),
+                peak=_peak(static_bytes(schedule, workload, rank), blocks, moved),
                 exposed_dp=dp,
+                exposed_host=host,
             )
         )
-    return Result(schedule, workload, clock.braided, step_time, tuple(ranks), trace, clock.ordered_by)
+    return Result(
+        schedule, workload, clock.braided, step_time, tuple(ranks), trace, clock.ordered_by, offload
+    )
 
 
 def _collective(trace: Trace, rank: int) -> float:
@@ -263,25 +290,38 @@ def _collective(trace: Trace, rank: int) -> float:
     return total
 
 
-def peaks(schedule: Schedule, workload: Workload, *, ordered_by: Workload | None = None) -> tuple[float, ...]:
-    """``Result.peak`` without a clock: a rank's memory depends on its own list alone."""
-    return peaks_at(schedule, BlockClock(workload, ordered_by=ordered_by))
+def peaks(
+    schedule: Schedule,
+    workload: Workload,
+    *,
+    ordered_by: Workload | None = None,
+    offload: OffloadPlan | None = None,
+) -> tuple[float, ...]:
+    """``Result.peak`` without a clock: a rank's memory depends on its own list alone, and on the steps of ``offload``
+    before which something leaves it or comes back."""
+    return peaks_at(schedule, BlockClock(workload, ordered_by=ordered_by), offload)
 
 
-def peaks_at(schedule: Schedule, clock: BlockClock) -> tuple[float, ...]:
+def peaks_at(schedule: Schedule, clock: BlockClock, offload: OffloadPlan | None = None) -> tuple[float, ...]:
     """``peaks`` with block times that are there already."""
     workload = clock.workload
     return tuple(
-        _peak(static_bytes(schedule, workload, rank), [clock.time(step) for step in row])
+        _peak(
+            static_bytes(schedule, workload, rank),
+            [clock.time(step) for step in row],
+            memory_changes(offload.parcels[rank]) if offload is not None else {},
+        )
         for rank, row in enumerate(schedule.actions)
     )
 
 
-def _peak(static: float, blocks: Sequence[BlockTimes]) -> float:
-    """Block by block: what a block adds at most, and what it leaves behind, is known once per kind."""
+def _peak(static: float, blocks: Sequence[BlockTimes], moved: Mapping[int, float]) -> float:
+    """Block by block: what a block adds at most, and what it leaves behind, is known once per kind. moved: what is
+    there more or less from a step on."""
     known: dict[int, tuple[float, float]] = {}
     level = peak = static
-    for block in blocks:
+    for at, block in enumerate(blocks):
+        level += moved.get(at, 0.0)
         key = id(block)
         if key not in known:
             height = highest = 0.0
@@ -295,77 +335,9 @@ def _peak(static: float, blocks: Sequence[BlockTimes]) -> float:
     return peak
 
 
-def _critical_path(result: Result) -> list[PathItem]:
-    trace, m = result.trace, result.schedule.m
-    rank = max(range(result.schedule.p), key=lambda r: _end(trace, r))
-    items: list[PathItem] = []
-    at = _behind_reductions(trace, rank, items)
-    slot = trace.blocks[rank][at].last if at >= 0 else -1
-    while at >= 0:
-        block, start = trace.blocks[rank][at], trace.starts[rank][at]
-        while slot >= 0:
-            found = block.slots[slot]
-            action = parts(result.schedule.actions[rank][at])[found.part]
-            what = f"{found.name} of {action.chunk}{found.phase}{action.microbatch}"
-            kind: Literal["unit", "collective"] = "unit" if found.lane == "compute" else "collective"
-            if found.end > found.start:
-                items.append(PathItem(kind, rank, what, start + found.start, start + found.end))
-            slot = found.cause
-        message = trace.causes[rank][at]
-        if message < 0:
-            at -= 1
-            slot = trace.blocks[rank][at].last if at >= 0 else -1
-            continue
-        rank, at, slot = _follow(trace, m, message, items)
-    return items[::-1]
+def end_of(trace: Trace, rank: int) -> float:
+    return max([blocks_end(trace, rank), *(one.end for one in trace.reductions[rank])])
 
 
-def _follow(trace: Trace, m: int, message: int, items: list[PathItem]) -> tuple[int, int, int]:
-    """Back along a message, and along those that held its link up, to the (rank, step, slot) that let it
-    go.
-    """
-    until = trace.arrived[message]
-    while True:
-        channel, source, destination = trace.channels[message // m]
-        began = trace.began[message]
-        if until > began:
-            what = f"{channel.chunk}{channel.phase}{message % m} from rank {source} to rank {destination}"
-            items.append(PathItem("message", source, what, began, until))
-        held = trace.before[message]
-        if held < 0:
-            return _origin(trace, message)
-        until, message = began, held
-
-
-def _origin(trace: Trace, message: int) -> tuple[int, int, int]:
-    if trace.posted[message] > trace.sent[message] and trace.began[message] >= trace.posted[message]:
-        rank, at = trace.receiver[
-            message
-        ]  # its receive was posted last: behind the step before the one before
-        at -= 1
-        return rank, at, trace.blocks[rank][at].last if at >= 0 else -1
-    rank, at, part = trace.sender[message]
-    leaves = trace.blocks[rank][at].sends[part]
-    return rank, at, -1 if leaves is None else leaves[1]
-
-
-def _behind_reductions(trace: Trace, rank: int, items: list[PathItem]) -> int:
-    """Back along the sums over replicas at the end of ``rank``, to the step behind which the path goes on."""
-    if _end(trace, rank) == _blocks_end(trace, rank):
-        return len(trace.starts[rank]) - 1
-    found = trace.reductions[rank]
-    at = len(found) - 1
-    while True:
-        one = found[at]
-        items.append(PathItem("collective", rank, f"{REDUCTION}, chunk {one.chunk}", one.start, one.end))
-        if at == 0 or found[at - 1].end < one.start:
-            return one.step
-        at -= 1
-
-
-def _end(trace: Trace, rank: int) -> float:
-    return max([_blocks_end(trace, rank), *(one.end for one in trace.reductions[rank])])
-
-
-def _blocks_end(trace: Trace, rank: int) -> float:
+def blocks_end(trace: Trace, rank: int) -> float:
     return trace.starts[rank][-1] + trace.blocks[rank][-1].length if trace.starts[rank] else 0.0

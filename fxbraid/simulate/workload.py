@@ -45,7 +45,8 @@ class UnitCost:
 class ChunkCost:
     """The units of one chunk in the order in which they run alone, and the bytes of the boundary behind it
     (``sends_f``: activations to the next chunk) and before it (``sends_i``: gradients to the previous
-    one). reduces: seconds of the sum of its gradients over data-parallel replicas, 0 where there is one.
+    one). reduces: seconds of the sum of its gradients over data-parallel replicas, 0 where there is one. parks: bytes
+    of each of its storages that may leave the device between F and its backward, in the order in which F makes them.
     """
 
     f: tuple[UnitCost, ...]
@@ -54,6 +55,7 @@ class ChunkCost:
     sends_f: float = 0.0
     sends_i: float = 0.0
     reduces: float = 0.0
+    parks: tuple[float, ...] = ()
 
     def of(self, phase: str) -> tuple[UnitCost, ...]:
         """The units of phase "F", "I" or "W"."""
@@ -108,10 +110,10 @@ INSTANT = Link()
 class Workload:
     """Costs of all S = p x v chunks for one micro-batch.
 
-    link: every pair of ranks, except those in ``links`` (by source and destination). flops: what the model
-    needs for one micro-batch, over all chunks, on one rank of each TP group (its 1/t); peak: FLOP/s of one
-    device. Both are only read for the MFU. memory_unit, time_unit: what numbers are in, for the pictures; "" are plain
-    units of time. static: bytes per chunk that are there all the time (weights,
+    link: every pair of ranks, except those in ``links`` (by source and destination). host: each way between a device
+    and its host, for offload. flops: what the model needs for one micro-batch, over all chunks, on one rank of each TP
+    group (its 1/t); peak: FLOP/s of one device. Both are only read for the MFU. memory_unit, time_unit: what numbers
+    are in, for the pictures; "" are plain units of time. static: bytes per chunk that are there all the time (weights,
     gradients, optimizer). contention: share of the device that a running collective takes: compute beside it
     goes on at 1 - contention.
     """
@@ -126,6 +128,7 @@ class Workload:
     memory_unit: str = "bytes"
     contention: float = 0.0
     time_unit: str = "s"
+    host: Link = INSTANT
 
     def link_between(self, source: int, destination: int) -> Link:
         """The link from rank to rank."""
@@ -171,6 +174,7 @@ def _joined(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         sends_f=b.sends_f,
         sends_i=a.sends_i,
         reduces=a.reduces + b.reduces,
+        parks=(*a.parks, *b.parks),
     )
 
 

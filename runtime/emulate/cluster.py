@@ -93,7 +93,8 @@ class Cluster:
     takes ``tp_link``, anything else ``pp_link``.
     clock: see ``fxbraid.runtime.emulate``. slowdown: factor (1 or more) on the modelled time of a unit for as long
     as a collective of its rank is in flight; it stands for shared processors and memory. run_ahead_s: how far a
-    paced host may lag behind its device clock before the lag becomes device time.
+    paced host may lag behind its device clock before the lag becomes device time. host_link: each way between a
+    rank's device and its host (activation offload); None: copies take no time.
     """
 
     tp_link: Link
@@ -102,6 +103,7 @@ class Cluster:
     slowdown: float = 1.0
     tp_size: int | None = None
     run_ahead_s: float = RUN_AHEAD_S
+    host_link: Link | None = None
 
     def __post_init__(self) -> None:
         if self.clock not in CLOCKS:
@@ -128,7 +130,8 @@ class Cluster:
 
     def __str__(self) -> str:
         """Always names the clock; put it into every output."""
-        extra = f", units x {self.slowdown:g} beside a collective" if self.slowdown > 1 else ""
+        extra = f", host {self.host_link}" if self.host_link is not None else ""
+        extra += f", units x {self.slowdown:g} beside a collective" if self.slowdown > 1 else ""
         return f"emulated, {self.clock} clock, tp {self.tp_link}, pp {self.pp_link}{extra}"
 
 

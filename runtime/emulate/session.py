@@ -7,15 +7,16 @@ open.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from .clocks import Lateness, fine_sleep, make_clock, sleep_until
+from .clocks import Lateness, fine_sleep, make_clock, monotonic, sleep_until
 from .cluster import Cluster, Link, to_ps, to_s
 from .group import EmulatedGroup
 from .queues import Queue
@@ -37,6 +38,7 @@ class Session:
         self.units: UnitTimes | None = None
         self.waited = 0
         self._queues: list[Queue] = []
+        self._lanes: dict[str, int] = {}  # when the way to this rank's host, and the way back, is free
         self._wires: dict[int, int] = {}  # when this rank's wire to each other one is free
 
     def watch(self, queue: Queue) -> None:
@@ -50,6 +52,21 @@ class Session:
         start = max(now, self._wires.get(target, 0))
         self._wires[target] = start + moves
         return start
+
+    def copy_times(self, way: str, sizes: Sequence[int]) -> list[int]:
+        """When each of ``sizes`` bytes, copied to the host or ``way`` back from now on, one behind the other and behind
+        what went that way before, is there. Compute goes on beside them."""
+        now, link = self.clock.stamp(), self.cluster.host_link
+        if link is None or not sizes:
+            return [now] * len(sizes)
+        start = max(now, self._lanes.get(way, 0)) + to_ps(link.alpha_s)
+        ends = [start + to_ps(size / link.beta_bytes_per_s) for size in accumulate(sizes)]
+        self._lanes[way] = ends[-1]
+        return ends
+
+    def meet(self, finish: int) -> None:
+        """This rank's device goes on at ``finish`` at the earliest."""
+        self.clock.meet(finish, monotonic())
 
     def spend(self, seconds: float) -> None:
         """A unit of ``seconds`` of device time runs now."""
@@ -171,13 +188,20 @@ def change(
     pp_link: Link | None = None,
     slowdown: float | None = None,
     run_ahead_s: float | None = None,
+    host_link: Link | None = None,
 ) -> Cluster:
     """Run on with other links or another slowdown, without new groups; returns the cluster as it is then.
 
     Every rank calls it at the same point, with nothing in flight. The clock, and whether messages rendezvous, stay.
     """
     session = current()
-    given = {"tp_link": tp_link, "pp_link": pp_link, "slowdown": slowdown, "run_ahead_s": run_ahead_s}
+    given = {
+        "tp_link": tp_link,
+        "pp_link": pp_link,
+        "slowdown": slowdown,
+        "run_ahead_s": run_ahead_s,
+        "host_link": host_link,
+    }
     if pp_link is not None and pp_link.rendezvous != session.cluster.pp_link.rendezvous:
         raise ValueError(
             "rendezvous is fixed once a message may have been sent; open another process_group for it"

@@ -1,0 +1,286 @@
+"""Saved activations on their way to the host and back, as modules that the program calls.
+
+A copy is started early and waited for late, as a message is. On CUDA each way has a stream of its own and nothing here
+blocks the host: a copy out waits for what the compute stream has been given so far (the values are made), ``away``
+makes the compute stream wait for the copy's event before the values are let go of; a copy back waits for the compute
+stream once more (whatever had that memory before is done with it), and ``back`` makes the compute stream wait for its
+event. So memory is freed, and taken again, at a place of the program and in the order of the compute stream.
+
+``record_stream`` would say the same and give the memory back later: it waits, where the tensor is freed, for all that
+the copying stream has been given by then, also for later parcels; and the allocator only looks whether that has
+happened, which it has not yet, since the host runs ahead. The one case that events of the program don't cover is a step
+that fails with copies in flight: then ``drop`` makes the compute stream wait for both ways before anything else can get
+that memory.
+
+Buffers on the host are pinned, one per slot of the program, made when first used and kept from step to step. A slot is
+used again behind ``back``: its copy out then waits for a compute stream that has waited for the copy back.
+
+On the CPU a copy is made at once, into memory of its own, and the values are freed at ``away`` as on a GPU; on an
+emulated cluster it takes the time that ``Cluster.host_link`` says, on the device clock, and occupies no unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..passes.block import unbox
+from ..passes.offload import Stored
+from ..passes.program import HOST_ALIGN
+from . import emulate
+
+Way = Literal["out", "back"]
+
+
+class Lanes(Protocol):
+    """What copies, each way in the order in which it is asked."""
+
+    def copy(self, way: Way, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+        """Start to copy each (source, target); a ticket for each."""
+
+    def wait(self, ticket: Any) -> None:
+        """What is computed from now on is computed behind the copy of ``ticket``."""
+
+    def host(self, nbytes: int) -> Tensor:
+        """Memory on the host."""
+
+    def drop(self) -> None:
+        """A step has failed: nothing that is computed from now on is disturbed by copies in flight."""
+
+
+class CudaLanes:
+    """A stream each way, and events in both directions. See the module's docstring."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = {way: torch.cuda.Stream(device) for way in ("out", "back")}
+
+    def copy(self, way: Way, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+        stream = self._streams[way]
+        stream.wait_event(torch.cuda.current_stream().record_event())
+        tickets = []
+        with torch.cuda.stream(stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                tickets.append(stream.record_event())
+        return tickets
+
+    def wait(self, ticket: Any) -> None:
+        torch.cuda.current_stream().wait_event(ticket)
+
+    def host(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def drop(self) -> None:
+        for stream in self._streams.values():
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+class CpuLanes:
+    """Copies at once; on an emulated cluster, tickets are the times at which they would be done."""
+
+    def __init__(self) -> None:
+        self._session = emulate.active()
+
+    def copy(self, way: Way, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+        for source, target in pairs:
+            target.copy_(source)
+        if self._session is None:
+            return [None] * len(pairs)
+        return self._session.copy_times(way, [source.nbytes for source, _ in pairs])
+
+    def wait(self, ticket: Any) -> None:
+        if self._session is not None:
+            self._session.meet(ticket)
+
+    def host(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def drop(self) -> None:
+        pass
+
+
+class HostMemory:
+    """The buffers of one program on the host, one per slot. ``sizes``: bytes of each, from the program."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.sizes: Sequence[int] = ()
+        self._made: dict[int, Tensor] = {}
+
+    def get(self, slot: int, nbytes: int) -> Tensor:
+        """The buffer of ``slot``, of at least ``nbytes``: a compiled unit may keep a value in a larger storage than its
+        graph says."""
+        buffer = self._made.get(slot)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._made[slot] = self.lanes.host(max(nbytes, self.sizes[slot]))
+        return buffer
+
+    def drop(self) -> None:
+        """A step has failed: forget what may still be copied into."""
+        self.lanes.drop()
+        self._made.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers."""
+        return list(self._made.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where a value belongs in the boxes, and how it lies in its storage."""
+
+    box: int
+    index: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+@dataclass(slots=True)
+class _Storage:
+    """One storage that leaves: all values in it, its bytes here (None while it is away) and on the host."""
+
+    spots: list[_Spot]
+    here: Tensor | None
+    there: Tensor
+    ticket: Any = None
+
+
+@dataclass(slots=True)
+class Parked:
+    """A parcel: both boxes without what leaves, and what leaves (None for an item that lay in the storage of another
+    one)."""
+
+    boxes: tuple[list[Any], list[Any]]
+    items: list[_Storage | None] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What of it lies on the device."""
+        for box in self.boxes:
+            yield from (value for value in box if value is not None)
+        yield from (item.here for item in self.items if item is not None and item.here is not None)
+
+
+class Offload(nn.Module):
+    """``forward(for_I, for_W, slot, numbers)``: take the values out of both lists, and start to copy those storages to
+    the host, in this order; the rest stays as it is. ``stored``: the chunk's storages by number."""
+
+    def __init__(self, stored: Sequence[Stored], memory: HostMemory) -> None:
+        super().__init__()
+        self._places = [one.places[0] for one in stored]
+        self._memory = memory
+
+    def forward(self, for_I: list[Tensor], for_W: list[Tensor], slot: int, numbers: Sequence[int]) -> Parked:
+        boxes: tuple[list[Any], list[Any]] = (unbox(for_I), unbox(for_W))
+        # By what they really lie in: compiled code may put values together that the graph keeps apart.
+        together: dict[int, list[tuple[int, int]]] = {}
+        for box, values in enumerate(boxes):
+            for index, value in enumerate(values):
+                together.setdefault(value.untyped_storage().data_ptr(), []).append((box, index))
+        taken: list[tuple[list[_Spot], Tensor] | None] = []
+        total = 0
+        for number in numbers:
+            box, index = self._places[number]
+            value = boxes[box][index]
+            if value is None or value.untyped_storage().nbytes() == 0:
+                taken.append(None)
+                continue
+            here = _bytes(value)
+            spots = [_spot(boxes, *place) for place in together[here.data_ptr()]]
+            for spot in spots:
+                boxes[spot.box][spot.index] = None
+            taken.append((spots, here))
+            total += aligned(here.nbytes)
+        buffer, at = self._memory.get(slot, total), 0
+        parked = Parked(boxes)
+        for one in taken:
+            if one is None:
+                parked.items.append(None)
+                continue
+            spots, here = one
+            parked.items.append(_Storage(spots, here, buffer[at : at + here.nbytes]))
+            at += aligned(here.nbytes)
+        leaving = [item for item in parked.items if item is not None]
+        pairs = [(item.here, item.there) for item in leaving if item.here is not None]
+        for item, ticket in zip(leaving, self._memory.lanes.copy("out", pairs), strict=True):
+            item.ticket = ticket
+        return parked
+
+
+class Away(nn.Module):
+    """``forward(parked, items)``: wait until these are on the host, and let go of them here."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
+        self._lanes = lanes
+
+    def forward(self, parked: Parked, items: Sequence[int]) -> Parked:
+        for item in (parked.items[k] for k in items):
+            if item is not None:
+                self._lanes.wait(item.ticket)
+                item.here = item.ticket = None
+        return parked
+
+
+class Reload(nn.Module):
+    """``forward(parked, items)``: take memory for these, and start to copy them back, in this order."""
+
+    def __init__(self, lanes: Lanes, device: torch.device) -> None:
+        super().__init__()
+        self._lanes, self._device = lanes, device
+
+    def forward(self, parked: Parked, items: Sequence[int]) -> Parked:
+        returning = [item for k in items if (item := parked.items[k]) is not None]
+        pairs = []
+        for item in returning:
+            item.here = torch.empty(item.there.nbytes, dtype=torch.uint8, device=self._device)
+            pairs.append((item.there, item.here))
+        for item, ticket in zip(returning, self._lanes.copy("back", pairs), strict=True):
+            item.ticket = ticket
+        return parked
+
+
+class Back(nn.Module):
+    """``forward(parked)``: wait for all of it; both boxes, as they were."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
+        self._lanes = lanes
+
+    def forward(self, parked: Parked) -> tuple[list[Tensor], list[Tensor]]:
+        for item in parked.items:
+            if item is None:
+                continue
+            self._lanes.wait(item.ticket)
+            assert item.here is not None
+            storage = item.here.untyped_storage()
+            for spot in item.spots:
+                value = torch.empty(0, dtype=spot.dtype, device=item.here.device)
+                parked.boxes[spot.box][spot.index] = value.set_(storage, spot.offset, spot.shape, spot.stride)
+        parked.items.clear()
+        return parked.boxes
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes``, rounded up to where the next value may start."""
+    return -(-nbytes // HOST_ALIGN) * HOST_ALIGN
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """The storage of ``value`` as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+
+
+def _spot(boxes: Sequence[Sequence[Tensor]], box: int, index: int) -> _Spot:
+    value = boxes[box][index]
+    return _Spot(box, index, value.dtype, value.shape, value.stride(), value.storage_offset())
+
+
+def make_lanes(device: torch.device) -> Lanes:
+    """Those of this rank's device."""
+    return CudaLanes(device) if device.type == "cuda" else CpuLanes()
