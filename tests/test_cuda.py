@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from fxbraid.runtime import launch as launching
 from fxbraid.runtime import mesh as meshes
 from fxbraid.runtime.launch import launch, process_group
 from fxbraid.runtime.mesh import Mesh
+from fxbraid.runtime.offload import Away, Back, CudaLanes, HostMemory, Offload, Reload
 from fxbraid.runtime.p2p import Outbox, Send
 
 from .tiny import batch, qwen2
@@ -175,6 +178,106 @@ def test_a_send_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(sent[0][0][0], values[0])
 
 
+class Stream:
+    """Stands in for a CUDA stream: what it was given, in order, in the log of all of them."""
+
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log, self.events = name, log, 0
+
+    def record_event(self) -> str:
+        self.events += 1
+        self.log.append((self.name, "record", f"{self.name}{self.events}"))
+        return f"{self.name}{self.events}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append((self.name, "wait", event))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append((self.name, "wait all of", other.name))
+
+
+class FakeStreams:
+    """torch.cuda with streams that only take notes; a copy goes to the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Any] = []
+        self.made = iter(("out", "back"))
+        self.current = [Stream("compute", self.log)]
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(next(self.made), self.log))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current[-1])
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        plain = Tensor.copy_
+
+        def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            self.log.append((self.current[-1].name, "copy", non_blocking))
+            return plain(target, source)
+
+        monkeypatch.setattr(Tensor, "copy_", copy)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+
+def test_copies_to_the_host_have_streams_of_their_own_and_events_both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeStreams(monkeypatch)
+    asked = Calls(result=torch.empty(4096, dtype=torch.uint8))
+    lanes = CudaLanes(CUDA)
+    memory = HostMemory(lanes)
+    memory.sizes = (4096,)
+    a, b = torch.arange(6.0), torch.arange(8)
+    wanted = [a.clone(), b.clone()]
+    places = [SimpleNamespace(places=[(0, 0)]), SimpleNamespace(places=[(1, 0)])]
+    with monkeypatch.context() as patch:
+        patch.setattr("fxbraid.runtime.offload.torch.empty", pinned_or(torch.empty, asked))
+        parked = Offload(places, memory)([a], [b], 0, (0, 1))  # type: ignore[arg-type]
+    assert [kwargs for _, kwargs in asked] == [{"dtype": torch.uint8, "pin_memory": True}]
+    # Out: behind what compute was given so far, without a wait of the host; an event behind each storage.
+    assert cuda.log == [
+        ("compute", "record", "compute1"),
+        ("out", "wait", "compute1"),
+        ("out", "copy", True),
+        ("out", "record", "out1"),
+        ("out", "copy", True),
+        ("out", "record", "out2"),
+    ]
+    cuda.log.clear()
+    # Compute waits for a storage's own copy before it is let go of.
+    away = Away(lanes)
+    parked = away(parked, (0,))
+    assert cuda.log == [("compute", "wait", "out1")]
+    assert [item.here is None for item in parked.items if item is not None] == [True, False]
+    parked = away(parked, (1,))
+    cuda.log.clear()
+    # Back: behind what compute was given so far, which may still read what had that memory before.
+    parked = Reload(lanes, torch.device("cpu"))(parked, (1, 0))
+    assert cuda.log == [
+        ("compute", "record", "compute2"),
+        ("back", "wait", "compute2"),
+        ("back", "copy", True),
+        ("back", "record", "back1"),
+        ("back", "copy", True),
+        ("back", "record", "back2"),
+    ]
+    cuda.log.clear()
+    boxes = Back(lanes)(parked)
+    assert sorted(cuda.log) == [("compute", "wait", "back1"), ("compute", "wait", "back2")]
+    assert torch.equal(boxes[0][0], wanted[0]) and torch.equal(boxes[1][0], wanted[1])
+    cuda.log.clear()
+    memory.drop()  # a step failed: what is computed next must not get memory that is still copied into
+    assert cuda.log == [("compute", "wait all of", "out"), ("compute", "wait all of", "back")]
+    assert memory.tensors() == []
+
+
+def pinned_or(plain: Any, asked: Calls) -> Any:
+    """torch.empty that takes notes of pinned memory, which there is none of without a GPU."""
+    return lambda *args, **kwargs: (asked if kwargs.get("pin_memory") else plain)(*args, **kwargs)
+
+
 # -- on GPUs
 
 
@@ -254,6 +357,36 @@ def steps_without_a_wait_in_rank(tp: int, pp: int, m: int) -> None:
 @one_gpu
 def test_a_step_never_waits_for_the_device() -> None:
     steps_without_a_wait(1, 1, 3)
+
+
+@one_gpu
+def test_offload_changes_no_bit_and_holds_less_on_one_gpu() -> None:
+    """gpipe on one rank holds all micro-batches; no operator of a step makes the host wait."""
+    data = batch(16, seq=128)
+    found = []
+    for offload in (None, "chunk0"):
+        model = fxbraid.braid(
+            qwen2(hidden_size=128), data, n_microbatches=8, schedule="gpipe", compile=False, offload=offload
+        )
+        model.train()
+        for _ in range(2):
+            model.zero_grad()
+            model.step(**data)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        model.zero_grad()
+        loss = model.step(**data)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        found.append((loss.cpu(), [p.grad.cpu() for p in model.parameters() if p.grad is not None], peak))
+        moved = model._offloading.own.moved(0) if model._offloading is not None else 0.0
+        del model
+    (loss, grads, peak), (other, others, lower) = found
+    assert torch.equal(loss, other) and all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+    assert moved == 0 or lower < peak
 
 
 @two_gpus

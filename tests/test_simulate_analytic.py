@@ -40,6 +40,7 @@ def test_every_figure_of_a_device_has_a_source(name: str) -> None:
         "attention",
         "contention",
         "wire",
+        "host",
     ):
         assert figure in cited
     assert all(found.sources.values())

@@ -16,7 +16,13 @@ from fxbraid.draw.measured import to_trace as to_measured_trace
 from fxbraid.plan.choose import mean_costs
 from fxbraid.schedule import Costs, Schedule, ScheduleError
 from fxbraid.simulate import Result, Workload, simulate
-from fxbraid.simulate.inputs import constant_workload, imbalanced, read_schedule, read_times
+from fxbraid.simulate.inputs import (
+    constant_workload,
+    imbalanced,
+    read_offload,
+    read_schedule,
+    read_times,
+)
 from fxbraid.terminal import check_outputs, given, refuse, write
 from fxbraid.timeline import Timeline
 
@@ -46,6 +52,13 @@ def draw(
     braid: Annotated[bool, typer.Option("--braid", help="Pair neighbours where that pays.")] = False,
     blocking: Annotated[bool, typer.Option("--blocking", help="Wait for every all-reduce at once.")] = False,
     imbalance: Annotated[str, typer.Option(help="RANK:FACTOR,... on the compute of a rank.")] = "",
+    offload: Annotated[str, typer.Option(help="Activations to the host: chunk0, or a share of it.")] = "",
+    host_link: Annotated[
+        str,
+        typer.Option(
+            help="To the host and back: LATENCY,BANDWIDTH in units of time and chunk activations per unit."
+        ),
+    ] = "",
     measured: Annotated[
         Path | None,
         typer.Option(help="A timeline that model.write_timeline wrote: drawn below the simulated step."),
@@ -57,7 +70,7 @@ def draw(
     width: Annotated[int | None, typer.Option(help="Columns in the terminal.")] = None,
 ) -> None:
     """Draw a simulated schedule, or a measured step over it, in the terminal, and as SVG, HTML or a trace if asked."""
-    ask = Ask(schedule, pp, m, v, times, layers, latency, braid, blocking, imbalance)
+    ask = Ask(schedule, pp, m, v, times, layers, latency, braid, blocking, imbalance, offload, host_link)
     try:
         if width is not None and width < NARROWEST:
             raise ScheduleError(f"--width {width}: a picture takes {NARROWEST} columns or more")
@@ -96,6 +109,8 @@ class Ask:
     braid: bool
     blocking: bool
     imbalance: str
+    offload: str = ""
+    host_link: str = ""
 
     def check_used(self, asked: frozenset[str], *, measured: bool) -> None:
         """Raises ScheduleError where one of the ``asked`` options would change nothing."""
@@ -112,6 +127,8 @@ class Ask:
             "layers": "--layers",
             "latency": "--latency",
             "braid": "--braid",
+            "offload": "--offload",
+            "host_link": "--host-link",
         }
 
         def unused(names: tuple[str, ...], why: str) -> None:
@@ -119,6 +136,7 @@ class Ask:
                 raise ScheduleError(f"{' and '.join(found)} would change nothing here: {why}")
 
         unused(("pp", "m"), "a step is simulated on as many ranks and micro-batches as were measured")
+        unused(("offload", "host_link"), "a measured step has no copies to draw beside")
         if self.times is None:
             unused(
                 ("layers", "latency"),
@@ -141,7 +159,10 @@ class Ask:
         )
         if seconds:
             workload = replace(workload, time_unit="s")
-        return simulate(plan, workload, braided=not self.blocking)
+        workload, moved = read_offload(
+            self.offload, plan, workload, host=self.host_link, braided=not self.blocking
+        )
+        return simulate(plan, workload, braided=not self.blocking, offload=moved)
 
     def beside(self, lanes: Measured) -> Result:
         """The step to put a measured one over: the same schedule at the costs of its own file, unless the command line

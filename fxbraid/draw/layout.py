@@ -88,6 +88,10 @@ def headline(result: Result) -> str:
         text += f" · exposed P2P {100 * result.exposed_p2p_share:.1f} %"
     if result.exposed_dp_share > 0.0005:
         text += f" · exposed DP {100 * result.exposed_dp_share:.1f} %"
+    if result.offload is not None:
+        text += f" · peak {size(max(result.peak), result.workload.memory_unit)} with offload"
+    if result.exposed_host_share > 0.0005:
+        text += f" · exposed copies {100 * result.exposed_host_share:.1f} %"
     if result.mfu is not None:
         text += f" · MFU {100 * result.mfu:.1f} %"
     return text + ("" if result.braided else " · blocking")

@@ -17,6 +17,9 @@ HIDDEN = "#98a2b3"
 EXPOSED = "#e5484d"
 """The part of a collective in which its rank computes nothing."""
 
+OUT, BACK = "#7c6fd1", "#2fa89a"
+"""Copies to the host, and from it."""
+
 _STRONG = {
     "F": ("#4d9bf7", "#a5d4fb"),
     "R": ("#b48be4", "#dac8f3"),

@@ -2,7 +2,7 @@
 
 A step of one action is a box. A braided block is one outline around two ribbons, its forward on top: each is
 strong where it computes and pale where the other one does, which is where its collective runs, in the lane
-below; red is what nothing hides.
+below; red is what nothing hides. With offload a last thin lane has the copies to the host and, below them, those back.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from html import escape
 
 from fxbraid.draw.layout import Block, Picture, Strand, blocks, collective_name, duration, headline, number
 from fxbraid.draw.measured import Measured, caption
-from fxbraid.draw.palette import EXPOSED, HIDDEN, INK, PHASES, paint
+from fxbraid.draw.palette import BACK, EXPOSED, HIDDEN, INK, OUT, PHASES, paint
 from fxbraid.simulate import Box, Result
 
 FONT = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+
+COPIES = 11.0
+"""Pixels of the lane of copies, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Pixels. width: of the plot; left: room for the rank's name; lane: height of compute, wire: of
-    collectives.
+    collectives, host: of copies.
     """
 
     width: float = 1480.0
@@ -34,11 +37,12 @@ class Sizes:
     wire: float = 7.0
     gap: float = 14.0
     bottom: float = 62.0
+    host: float = 0.0
 
     @property
     def row(self) -> float:
         """Height of one rank's lanes."""
-        return self.lane + 3 + self.wire
+        return self.lane + 3 + self.wire + self.host
 
 
 def to_svg(result: Result, sizes: Sizes = Sizes(), *, measured: Measured | None = None) -> str:
@@ -46,6 +50,8 @@ def to_svg(result: Result, sizes: Sizes = Sizes(), *, measured: Measured | None 
     a lane below each simulated one, on the same axis."""
     if measured is not None:
         sizes = replace(sizes, left=sizes.left + 12)  # room for the second name
+    if result.offload is not None:
+        sizes = replace(sizes, host=COPIES)
     total = max(result.step_time, measured.step_time if measured else 0.0)
     exact = measured is not None and result.workload.time_unit == "s"
     title = headline(result) if measured is None else caption(measured.timeline, result)
@@ -101,6 +107,12 @@ class _Drawing:
         yield _rect(s.left, y + s.lane + 3, s.width, s.wire, 'class="r" rx="2"')
         for block in blocks(self.result, rank):
             yield from self.block(block, y)
+        if isinstance(self.result, Result) and s.host:
+            for copy in self.result.copies(rank):
+                top = y + s.lane + 5 + s.wire + (0 if copy.way == "out" else s.host / 2 - 1)
+                width = (copy.end - copy.start) * self.scale
+                fill = f'rx="1" fill="{OUT if copy.way == "out" else BACK}"'
+                yield _rect(self.x(copy.start), top, max(0.5, width - 0.5), s.host / 2 - 1.5, fill)
 
     def block(self, block: Block, y: float) -> Iterator[str]:
         s = self.sizes
@@ -181,7 +193,9 @@ class _Drawing:
         yield _rect(x, y - 1, 30, 15, 'class="o" rx="4"')
         yield f'<text class="t" x="{x + 37:g}" y="{y + 11:g}" font-size="13">braided block</text>'
         x += 37 + 110
-        for colour, label in ((HIDDEN, f"{collective_name(self.result)}, hidden"), (EXPOSED, "exposed")):
+        more = ((OUT, "to the host"), (BACK, "and back")) if self.sizes.host else ()
+        known = (HIDDEN, f"{collective_name(self.result)}, hidden"), (EXPOSED, "exposed")
+        for colour, label in (*known, *more):
             yield _rect(x, y + 3, 26, 7, f'rx="1.5" fill="{colour}"')
             yield f'<text class="t" x="{x + 33:g}" y="{y + 11:g}" font-size="13">{label}</text>'
             x += 33 + 6.5 * len(label) + 22

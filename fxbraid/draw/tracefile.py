@@ -1,8 +1,8 @@
 """A simulated step as Chrome trace JSON, which Perfetto and chrome://tracing open.
 
 One process per rank with a thread for compute and one for its collectives, a thread per link, a counter for
-memory, and an arrow from each send to the block that its message reaches. One unit of a workload made from
-constants is shown as one millisecond.
+memory, two threads for copies to the host and back where there are any, and an arrow from each send to the block that
+its message reaches. One unit of a workload made from constants is shown as one millisecond.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fxbraid.simulate import Box, Result
 from fxbraid.simulate.result import REDUCTION
 
 COMPUTE, COLLECTIVE, LINKS = 0, 1, 2
+HOST = {"out": 100_000, "back": 100_001}
 
 
 def to_trace(result: Result) -> str:
@@ -75,8 +76,28 @@ def _rank(result: Result, rank: int) -> Iterator[dict[str, Any]]:
                 "exposed": box.exposed,
             },
         }
+    yield from _copies(result, rank)
     for time, level in result.memory(rank):
         yield {"ph": "C", "pid": rank, "name": "memory", "ts": time * scale, "args": {"live": level}}
+
+
+def _copies(result: Result, rank: int) -> Iterator[dict[str, Any]]:
+    scale = microseconds(result)
+    copies = result.copies(rank)
+    for way, lane in HOST.items() if copies else ():
+        title = {"name": "copies to the host" if way == "out" else "copies back"}
+        yield {"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": title}
+    for copy in copies:
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": HOST[copy.way],
+            "cat": "copy",
+            "name": f"{copy.chunk}F{copy.microbatch}",
+            "ts": copy.start * scale,
+            "dur": (copy.end - copy.start) * scale,
+            "args": {"size": copy.size, "waited": (copy.start - copy.launched) * scale},
+        }
 
 
 def _collective(result: Result, box: Box) -> str:

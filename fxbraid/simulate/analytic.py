@@ -24,7 +24,7 @@ from fxbraid.simulate.device import Device
 from fxbraid.simulate.kernels import Kernels, pipeline_links
 from fxbraid.simulate.model import ModelConfig
 from fxbraid.simulate.tokens import Collective, apart
-from fxbraid.simulate.workload import ChunkCost, UnitCost, Workload
+from fxbraid.simulate.workload import ChunkCost, Link, UnitCost, Workload
 
 Checkpoint = Literal["none", "selective", "full", "mlp", "attention", "attention+mlp", "all"]
 """What F keeps: everything; all but norms and activation functions, which I makes again; only each unit's input, I
@@ -103,6 +103,7 @@ def analytic(
         chunks,
         link=link,
         links=links,
+        host=Link(device.latency, device.host * device.wire),
         flops=model.step_flops(shape.tokens, shape.seq) / shape.tp,
         peak=device.peak,
         static=tuple(parts.static(count, k == 0, k == last) for k, count in enumerate(counts)),

@@ -11,9 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from fxbraid.schedule import Costs, ScheduleError
-from fxbraid.simulate import Result, Shape, analytic, device, load_model, simulate
+from fxbraid.simulate import Result, Shape, analytic, device, load_model, peaks, simulate
 from fxbraid.simulate.analytic import CHECKPOINTS, POLICIES, Checkpoint
-from fxbraid.simulate.inputs import constant_workload, imbalanced, read_schedule, read_times
+from fxbraid.simulate.inputs import (
+    constant_workload,
+    imbalanced,
+    read_offload,
+    read_schedule,
+    read_times,
+)
 from fxbraid.terminal import refuse
 
 
@@ -50,6 +56,14 @@ def simulate_command(
     braid: Annotated[bool, typer.Option("--braid", help="Pair neighbours where that pays.")] = False,
     blocking: Annotated[bool, typer.Option("--blocking", help="Wait for every all-reduce at once.")] = False,
     imbalance: Annotated[str, typer.Option(help="RANK:FACTOR,... on the compute of a rank.")] = "",
+    offload: Annotated[str, typer.Option(help="Activations to the host: chunk0, or a share of it.")] = "",
+    host_link: Annotated[
+        str,
+        typer.Option(
+            help="To the host and back: LATENCY,BANDWIDTH (with --model s and bytes/s, default the device's; "
+            "without, units of time and chunk activations per unit, default none that costs time)."
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Simulate one training step: its time, where it goes, memory, MFU and the critical path."""
@@ -72,7 +86,8 @@ def simulate_command(
             workload = imbalanced(plan, workload, imbalance)
         else:
             workload = constant_workload(plan, costs, layers=units, latency=latency, imbalance=imbalance)
-        result = simulate(plan, workload, braided=not blocking)
+        workload, moved = read_offload(offload, plan, workload, host=host_link, braided=not blocking)
+        result = simulate(plan, workload, braided=not blocking, offload=moved)
     except ScheduleError as error:
         refuse(error)
     if as_json:
@@ -89,10 +104,11 @@ def as_dict(result: Result, batch: int = 1) -> dict[str, object]:
             "exposed_tp": rank.exposed_tp,
             "exposed_p2p": rank.exposed_p2p,
             **({"exposed_dp": rank.exposed_dp} if any(result.trace.reductions) else {}),
+            **_moved(result, at),
             "bubble": rank.bubble,
             "peak": rank.peak,
         }
-        for rank in result.ranks
+        for at, rank in enumerate(result.ranks)
     ]
     return {
         "schedule": str(result.schedule),
@@ -102,6 +118,19 @@ def as_dict(result: Result, batch: int = 1) -> dict[str, object]:
         "samples_per_time": result.schedule.m * batch / result.step_time,
         "critical_path": path_by_kind(result),
         "ranks": ranks,
+    }
+
+
+def _moved(result: Result, rank: int) -> dict[str, float]:
+    """What offload does on a rank, if there is any."""
+    plan = result.offload
+    if plan is None:
+        return {}
+    own = result.ranks[rank]
+    return {
+        "exposed_host": own.exposed_host,
+        "offloaded": plan.moved(rank),
+        "offloaded_share": plan.share(rank),
     }
 
 
@@ -135,6 +164,14 @@ def _print(console: Console, result: Result, batch: int) -> None:
             str(rank), *(duration(x, plain) for x in row), size(times.peak, result.workload.memory_unit)
         )
     console.print(table)
+    if (plan := result.offload) is not None:
+        before = peaks(result.schedule, result.workload, ordered_by=result.ordered_by)
+        unit = result.workload.memory_unit
+        said = ", ".join(
+            f"rank {r} {100 * plan.share(r):.0f} % (peak {size(before[r], unit)} without)"
+            for r in range(len(before))
+        )
+        console.print(f"offload, of what was asked: {said}", highlight=False)
     path = ", ".join(f"{kind} {duration(x, plain)}" for kind, x in path_by_kind(result).items())
     console.print(f"critical path: {path}", highlight=False)
     if not plain:

@@ -25,7 +25,7 @@ class Device:
     attention, causal, head size 128, 4k to 8k tokens. stream: share of ``bandwidth`` that pointwise kernels
     reach. wire: share of a link that a collective or a message reaches. latency, network_latency: seconds
     before a collective or message moves its first byte. contention: share of the processors that a running
-    collective takes from compute.
+    collective takes from compute. host: to its own host, each way.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Device:
     latency: float = 15e-6
     network_latency: float = 20e-6
     node: int = 8
+    host: float = 32e9
 
 
 _COMMON = {
@@ -88,6 +89,7 @@ def _ampere(name: str, nvlink: float, source: str) -> Device:
             "gemm": _MAMF + "A100 SXM 271.2 of 312",
             "attention": _FA2,
             "contention": "calculon-ai/calculon, systems/a100_80g.json: processor_usage 0.15",
+            "host": "NVIDIA A100 data sheet: PCIe 4.0 x16, 64 GB/s both ways",
             **_COMMON,
         },
     )
@@ -112,8 +114,10 @@ def _hopper(name: str, memory: float, bandwidth: float, nvlink: float, source: s
             "gemm": _MAMF + "H100 SXM 794.5 of 989, H200 the same",
             "attention": _FA2_HOPPER,
             "contention": "16 of 132 processors, NCCL's usual number of channels on NVSwitch (an assumption)",
+            "host": "NVIDIA H100 and H200 data sheets: PCIe 5.0 x16, 128 GB/s both ways",
             **_COMMON,
         },
+        host=64e9,
     )
 
 
@@ -145,8 +149,10 @@ _H20 = Device(
             "2k, 84 full"
         ),
         "contention": "16 of 78 processors, NCCL's usual number of channels on NVSwitch (an assumption)",
+        "host": "PCIe 5.0 x16, 128 GB/s both ways, as in other HGX Hopper systems (an assumption)",
         **_COMMON,
     },
+    host=64e9,
 )
 
 _B200 = Device(
@@ -169,8 +175,10 @@ _B200 = Device(
         "gemm": _MAMF + "B200 SXM 1745 of 2250",
         "attention": "as the H100's (an assumption)",
         "contention": "16 of 148 processors (an assumption)",
+        "host": "PCIe 5.0 x16, 128 GB/s both ways, as in HGX Hopper systems (an assumption)",
         **_COMMON,
     },
+    host=64e9,
 )
 
 _L40S = Device(
@@ -192,6 +200,7 @@ _L40S = Device(
         "gemm": "no public table (an assumption)",
         "attention": "no public table (an assumption)",
         "contention": "16 of 142 processors (an assumption)",
+        "host": "NVIDIA L40S data sheet: PCIe 4.0 x16, 64 GB/s both ways",
         **_COMMON,
     },
 )

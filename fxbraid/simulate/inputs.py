@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 
 from fxbraid.schedule import Costs, Schedule, ScheduleError, auto, braid, build, check
+from fxbraid.schedule.offload import OffloadPlan
 from fxbraid.simulate.constants import constants
+from fxbraid.simulate.offload import early_chunks, plan_offload
 from fxbraid.simulate.workload import Link, Workload
 
 MOST_RANKS = 1024
@@ -75,6 +78,46 @@ def read_imbalance(text: str) -> dict[int, float]:
         if not colon:
             raise ScheduleError(f"imbalance is RANK:FACTOR, for example 0:1.2, not {part!r}")
     return found
+
+
+def read_host_link(text: str) -> Link | None:
+    """``10e-6,25e9``: latency and bandwidth of a device's link to its host, each way, in the workload's units; "" is
+    None."""
+    if not text:
+        return None
+    latency, comma, bandwidth = text.partition(",")
+    try:
+        if comma:
+            return Link(float(latency), float(bandwidth))
+    except ValueError:
+        pass
+    raise ScheduleError(f"a host link is LATENCY,BANDWIDTH, for example 10e-6,25e9, not {text!r}")
+
+
+def read_offload(
+    text: str,
+    schedule: Schedule,
+    workload: Workload,
+    *,
+    host: str = "",
+    braided: bool = True,
+    ordered_by: Workload | None = None,
+) -> tuple[Workload, OffloadPlan | None]:
+    """``chunk0`` or a fraction: the plan for it, and the workload with the ``host`` link that it is made for; "" moves
+    nothing."""
+    link = read_host_link(host)
+    if not text:
+        if link is not None:
+            raise ScheduleError("--host-link is what --offload moves activations over; give --offload too")
+        return workload, None
+    try:
+        fraction = 1.0 if text == "chunk0" else float(text)
+    except ValueError:
+        raise ScheduleError(f"offload is chunk0 or a share of it, for example 0.5, not {text!r}") from None
+    if link is not None:
+        workload = replace(workload, host=link)
+    wanted = early_chunks(schedule, fraction)
+    return workload, plan_offload(schedule, workload, wanted, braided=braided, ordered_by=ordered_by)
 
 
 def constant_workload(
