@@ -12,7 +12,7 @@ from fxbraid.plan.search import plan
 from fxbraid.plan.space import Request
 from fxbraid.schedule import ScheduleError
 from fxbraid.simulate import DEVICES, device, load_model
-from fxbraid.simulate.inputs import read_imbalance
+from fxbraid.simulate.inputs import read_host_link, read_imbalance
 from fxbraid.terminal import refuse
 
 WIDTH = 110
@@ -39,6 +39,14 @@ def plan_command(
             help="Consider sequence parallelism too, W's inputs kept or gathered again.",
         ),
     ] = False,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Where memory is short, activations of first chunks to the host."),
+    ] = False,
+    host_link: Annotated[
+        str,
+        typer.Option(help="With --offload: LATENCY,BANDWIDTH to the host, s and bytes/s; else the device's."),
+    ] = "",
     top: Annotated[int, typer.Option(help="Configurations to show.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -46,6 +54,8 @@ def plan_command(
     console = Console()
     wide = Console(width=max(WIDTH, console.width))
     try:
+        if host_link and not offload:
+            raise ScheduleError("--host-link is what --offload moves activations over; give --offload too")
         request = Request(
             load_model(model),
             device(on),
@@ -60,6 +70,8 @@ def plan_command(
             efficiency=efficiency,
             imbalance=tuple(read_imbalance(imbalance).items()),
             sequence=("whole", "kept", "gathered") if sequence else ("whole",),
+            offload=offload,
+            host=read_host_link(host_link),
         )
         found = plan(request, top=top)
     except ScheduleError as error:

@@ -8,7 +8,7 @@ optimizer. The two last are counted as exposed in full: a run hides what it can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fxbraid.plan.space import Candidate, Request
@@ -16,6 +16,7 @@ from fxbraid.schedule import Placement, Schedule, ScheduleError
 from fxbraid.simulate import Result, Shape, Workload, analytic, peaks, simulate
 from fxbraid.simulate.inputs import read_schedule
 from fxbraid.simulate.kernels import ring
+from fxbraid.simulate.offload import early_chunks, plan_offload
 
 OPTIMIZER_BYTES = 30
 """Read and written per parameter by Adam: gradient 4, master weight and two moments 12 + 12, weight 2."""
@@ -56,6 +57,7 @@ class Prediction:
             "schedule": c.schedule,
             "checkpoint": c.checkpoint,
             "sequence": c.sequence,
+            "offload": c.offload,
             "step_time": self.step_time,
             "pipeline": self.pipeline,
             "gradients": self.gradients,
@@ -93,6 +95,8 @@ def outlook(request: Request, candidate: Candidate) -> Outlook:
     """The workload of ``candidate`` and a lower bound of its step time."""
     placement = Placement("v" if _on_v(candidate.schedule) else "loop", candidate.pp, candidate.v)
     workload = _workload(request, candidate, placement)
+    if request.host is not None:
+        workload = replace(workload, host=request.host)
     factors = dict(request.imbalance)
     if factors:
         ranks = tuple(placement.rank_of(chunk) for chunk in range(placement.n_chunks))
@@ -149,11 +153,17 @@ LIVE = {
 """Chunk activations that a schedule holds at least at its peak, where there are enough micro-batches."""
 
 
-def least_memory(view: Outlook) -> float:
+REACH = 0.5
+"""Share of its activations that a rank may hope to get rid of by offload: the second chunk's stay, and some are always
+on their way.
+"""
+
+
+def least_memory(view: Outlook, *, offload: bool = False) -> float:
     """Bytes that the fullest rank needs at least, without building the schedule."""
     c, chunks, place = view.candidate, view.workload.chunks, view.placement
     live = min(LIVE[c.schedule](c.pp, c.v), c.v * c.m)
-    saved = min(chunk.saved for chunk in chunks)
+    saved = min(chunk.saved for chunk in chunks) * (1 - REACH * offload)
     weights = min(sum(view.workload.static[chunk] for chunk in place.chunks_of(rank)) for rank in range(c.pp))
     return max(view.static, weights + live * saved)
 
@@ -178,6 +188,21 @@ def peak_memory(view: Outlook) -> float:
     first, second = _span(c.pp)
     m = c.m if c.m <= second else first  # those that ``predict`` builds as well
     return max(peaks(_schedule(c.schedule, c.pp, m, c.v), view.workload))
+
+
+def offloaded(view: Outlook, peak: float, limit: float) -> tuple[Outlook, float]:
+    """The same with offload, and the peak that it then has; ``view`` and ``peak`` where that can't get below
+    ``limit``. No step waits for a copy, so its time is that of ``view``."""
+    c = view.candidate
+    if peak - REACH * (peak - view.static) > limit:
+        return view, peak
+    first, second = _span(c.pp)
+    schedule = _schedule(c.schedule, c.pp, c.m if c.m <= second else first, c.v)
+    moved = plan_offload(schedule, view.workload, early_chunks(schedule))
+    lower = max(peaks(schedule, view.workload, offload=moved))
+    if lower > limit:
+        return view, peak
+    return replace(view, candidate=replace(c, offload=True)), lower
 
 
 def predict(request: Request, view: Outlook, peak: float) -> Prediction:

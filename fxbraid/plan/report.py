@@ -53,7 +53,7 @@ def to_table(plan: Plan) -> RenderableType:
         table.add_row(
             str(at + 1),
             *(str(n) for n in (c.tp, c.pp, c.dp, c.v, c.m, c.micro_batch)),
-            c.schedule,
+            c.schedule + ", offload" * c.offload,
             c.checkpoint + {"whole": "", "kept": ", sp", "gathered": ", sp again"}[c.sequence],
             f"{found.step_time:.3f}",
             f"{r.global_batch / found.step_time:.2f}",

@@ -6,7 +6,15 @@ import heapq
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fxbraid.plan.predict import Outlook, Prediction, least_memory, outlook, peak_memory, predict
+from fxbraid.plan.predict import (
+    Outlook,
+    Prediction,
+    least_memory,
+    offloaded,
+    outlook,
+    peak_memory,
+    predict,
+)
 from fxbraid.plan.space import Candidate, Request, candidates, explain_none
 from fxbraid.schedule import ScheduleError
 
@@ -49,9 +57,11 @@ def plan(request: Request, *, top: int = 10, budget: int = 400) -> Plan:
         same = replace(view.candidate, checkpoint="none")
         if same in settled:
             continue
-        if least_memory(view) > limit:
+        if least_memory(view, offload=request.offload) > limit:
             continue
         peak = peak_memory(view)
+        if peak > limit and request.offload:
+            view, peak = offloaded(view, peak, limit)
         if peak > limit:
             big.append((peak, number, view))
             continue

@@ -12,6 +12,7 @@ from fxbraid.schedule import ScheduleError
 from fxbraid.simulate.analytic import Checkpoint
 from fxbraid.simulate.device import Device
 from fxbraid.simulate.model import ModelConfig
+from fxbraid.simulate.workload import Link
 
 Sequence = Literal["whole", "kept", "gathered"]
 """What norms and residuals work on: all tokens; with sequence parallelism, seq / tp of them, the inputs of W kept as F
@@ -26,6 +27,8 @@ class Request:
     global_batch: sequences of a step. memory: share of the device's memory that may be used; the rest is for
     the driver, communicators and fragmentation. efficiency: see ``simulate.kernels.Kernels``. imbalance:
     factors on the compute of pipeline ranks. sequence: which kinds of sequence parallelism are considered.
+    offload: where a configuration does not fit, look whether it does with activations of every rank's first chunk on
+    the host, as far as there is time; host: the link to it, None for the device's.
     """
 
     model: ModelConfig
@@ -42,6 +45,8 @@ class Request:
     efficiency: float = 1.0
     imbalance: tuple[tuple[int, float], ...] = field(default=())
     sequence: tuple[Sequence, ...] = ("whole",)
+    offload: bool = False
+    host: Link | None = None
 
     def __post_init__(self) -> None:
         if min(self.gpus, self.seq, self.global_batch) < 1:
@@ -68,12 +73,13 @@ class Candidate:
     schedule: str
     checkpoint: Checkpoint
     sequence: Sequence = "whole"
+    offload: bool = False
 
     def __str__(self) -> str:
         told = {"whole": "", "kept": " sequence-parallel", "gathered": " sequence-parallel regather"}
         return (
             f"tp={self.tp} pp={self.pp} dp={self.dp} v={self.v} m={self.m} b={self.micro_batch} "
-            f"{self.schedule} checkpoint={self.checkpoint}{told[self.sequence]}"
+            f"{self.schedule} checkpoint={self.checkpoint}{told[self.sequence]}{' offload' * self.offload}"
         )
 
 
