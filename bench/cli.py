@@ -71,6 +71,13 @@ def bench(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="fxbraid's engines with sequence parallelism.")
     ] = False,
+    offload: Annotated[
+        str | None,
+        typer.Option(help="fxbraid's engines with activations on the host: chunk0, or a share of it."),
+    ] = None,
+    host_link: Annotated[
+        str | None, typer.Option(help="Link to the host, emulated: a name or alpha,beta, as --link.")
+    ] = None,
     repeat: Annotated[
         int | None,
         typer.Option("--repeat", "--steps", help="Timed rounds, a step of each schedule (10; virtual: 2)."),
@@ -133,6 +140,8 @@ def bench(
                 clock=clock,
                 arithmetic=arithmetic,
                 sequence_parallel=sequence_parallel,
+                offload=_offload(offload),
+                host_link=host_link,
             )
             good = run_bench(config, console, outputs, timeout)
     except ConfigError as error:
@@ -142,6 +151,14 @@ def bench(
         raise typer.Exit(1) from error
     if not good:
         raise typer.Exit(1)
+
+
+def _offload(text: str | None) -> str | float | None:
+    """A fraction as a number; anything else as it is, for the check to refuse."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
 
 
 @app.command()

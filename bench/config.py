@@ -12,6 +12,8 @@ from fxbraid.bench.devices import LINKS, parse_link
 from fxbraid.bench.entries import GROUPS, Entry, expand, parse
 from fxbraid.bench.models import load_config
 from fxbraid.bench.pippy import SCHEDULES
+from fxbraid.offloading import check_offload
+from fxbraid.passes.errors import BraidError
 
 #: In this order: fxbraid's schedules, then torch's classes by their names. ``:blocking`` runs the same order
 #: with collectives that are waited for where they are launched.
@@ -45,6 +47,7 @@ class BenchConfig:
     of every chunk, sets the TP link (``link`` is then for messages alone). clock: of the emulation (None: virtual
     where compute is modelled, else wall). arithmetic: False leaves the numbers out (timing only). steps: timed rounds,
     one step of every schedule in each. sequence_parallel: of fxbraid's engines.
+    offload: "chunk0" or a fraction, of fxbraid's engines; host_link: emulated, None takes no time (or is the real one).
     """
 
     model: str = "qwen2-tiny"
@@ -68,6 +71,8 @@ class BenchConfig:
     clock: str | None = None
     arithmetic: bool = True
     sequence_parallel: bool = False
+    offload: str | float | None = None
+    host_link: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -181,7 +186,7 @@ def _check_emulation(config: BenchConfig) -> None:
     for option, known in (("compute", get_args(Compute)), ("times", get_args(Shape))):
         if (value := getattr(config, option)) not in known:
             raise ConfigError(f"--{option} {value} is not one of {', '.join(known)}")
-    for option in ("link", "pp_link"):
+    for option in ("link", "pp_link", "host_link"):
         text = getattr(config, option)
         if text not in (None, REAL):
             try:
@@ -189,6 +194,7 @@ def _check_emulation(config: BenchConfig) -> None:
             except ValueError as error:
                 raise ConfigError(f"--{option.replace('_', '-')}: {error}") from error
     _check_links(config)
+    _check_offload(config)
     if not 0 < config.unit_ms < float("inf"):
         raise ConfigError(f"--unit-ms is {config.unit_ms:g}; give milliseconds above 0")
     if not config.emulated:
@@ -238,6 +244,24 @@ def _check_links(config: BenchConfig) -> None:
         raise ConfigError(
             "--pp-link real does not go with a TP link or compute that is modelled: one clock counts both links; give "
             f"{', '.join(LINKS)} or alpha,beta, such as 0,inf for messages that take no time"
+        )
+
+
+def _check_offload(config: BenchConfig) -> None:
+    try:
+        check_offload(config.offload)
+    except BraidError as error:
+        raise ConfigError(f"--offload: {error}") from error
+    if config.host_link is None:
+        return
+    if config.offload is None:
+        raise ConfigError(
+            f"--host-link {config.host_link} is what --offload moves activations over; add --offload chunk0"
+        )
+    if not config.emulated or config.host_link == REAL:
+        raise ConfigError(
+            f"--host-link {config.host_link} is emulated, and here links and compute are real; leave it out (copies "
+            "of this machine are measured), or add --link or --compute modelled"
         )
 
 

@@ -174,6 +174,7 @@ class Workshop:
             collectives=entry.collectives,
             braided=entry.engine == "fxbraid",
             decision=decision,
+            offload=self._config.offload,
         )
         tp = (self._mesh["tp"].get_local_rank(), self._mesh["tp"].size())
         return BraidEngine(twin, self._shapes, tp, entry.engine, note)

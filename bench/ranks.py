@@ -152,7 +152,8 @@ def group(config: BenchConfig, times: Times | None) -> Iterator[None]:
     pp_link = tp_link if config.pp_link is None else parse_link(config.pp_link)
     if config.ratio is not None and times is not None:
         tp_link = times.link(config.ratio)
-    cluster = emulate.Cluster(tp_link, pp_link, clock=config.clock_name)  # type: ignore[arg-type]
+    host_link = None if config.host_link is None else parse_link(config.host_link)
+    cluster = emulate.Cluster(tp_link, pp_link, clock=config.clock_name, host_link=host_link)  # type: ignore[arg-type]
     with emulate.process_group(cluster, timeout_s=GROUP_TIMEOUT_S):
         if times is not None:
             emulate.unit_times(times.of, arithmetic=config.arithmetic)

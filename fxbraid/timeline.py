@@ -21,7 +21,7 @@ from fxbraid.schedule import Schedule
 from fxbraid.schedule.lower import Channel
 from fxbraid.simulate import ChunkCost, Link, UnitCost, Workload
 
-Kind = Literal["block", "unit", "launch", "wait", "send", "receive"]
+Kind = Literal["block", "unit", "launch", "wait", "send", "receive", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Span:
     """Something that a rank did from ``start`` to ``end``.
 
     kind: ``block``, a step of the schedule; ``unit``; ``launch`` of a collective and the ``wait`` for it, which have
-    one ``name`` in their block; ``send`` and ``receive`` (the wait) of a message. step: index in the rank's list.
+    one ``name`` in their block; ``send`` and ``receive`` (the wait) of a message; ``copy``, an instruction of offload
+    (``out`` and ``reload`` launch, ``away`` and ``back`` wait). step: index in the rank's list.
     action: as in the schedule, ``0F4``; of a message ``0F4`` is the result of that action. phase: F, I, W, or R for
     a unit of I that computes again what F did. key: equal for units of equal structure. nbytes: of the collective.
 

@@ -19,7 +19,7 @@ from ..metrics import RankLog
 from ..passes.launches import LAUNCHES, WAIT
 from ..passes.program import ONE
 from ..schedule import Action, parts
-from ..schedule.lower import Arrive, Run
+from ..schedule.lower import Arrive, Away, Back, Offload, Reload, Run
 from ..timeline import Kind, RankTimeline, Span, log_of
 from .engine import Engine
 
@@ -144,6 +144,12 @@ class _Program(fx.Interpreter):
             return recorder.note(
                 "receive", name, lambda: run(n), recorder.step + 1, action=action, phase=channel.phase
             )
+        if isinstance(instruction, Offload | Away | Reload | Back):
+            out, parcel = isinstance(instruction, Offload), instruction.parcel
+            name = "out" if out else type(instruction).__name__.lower()
+            action = f"{parcel.chunk}F{parcel.microbatch}"
+            run = super().run_node
+            return recorder.note("copy", name, lambda: run(n), recorder.step + (not out), action=action)
         if isinstance(instruction, Run):
             recorder.step += 1
             recorder.actions = parts(instruction.step)

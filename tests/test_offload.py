@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import json
 import random
 import weakref
 from dataclasses import replace
@@ -11,26 +13,34 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
+import fxbraid
 from fxbraid.arguments import checked
+from fxbraid.draw import to_svg, to_trace
+from fxbraid.draw.palette import BACK, OUT
 from fxbraid.offloading import fitted
 from fxbraid.passes.errors import BraidError, VerifyError
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.offload import span, stored
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.passes.verify import verify_offload
+from fxbraid.plan.search import plan as plan_devices
+from fxbraid.plan.space import Request
 from fxbraid.runtime.costs import workload
 from fxbraid.runtime.measure import measure_peak
 from fxbraid.runtime.offload import Away, Back, CpuLanes, HostMemory, Offload, Reload
-from fxbraid.schedule import Schedule, ScheduleError, build, parts
+from fxbraid.schedule import Placement, Schedule, ScheduleError, build, parts
 from fxbraid.schedule.lower import Away as AwayNode
 from fxbraid.schedule.lower import Back as BackNode
 from fxbraid.schedule.lower import Offload as OffloadNode
 from fxbraid.schedule.lower import Reload as ReloadNode
 from fxbraid.schedule.lower import Run, lower
 from fxbraid.schedule.offload import Item, OffloadPlan, Parcel, check_offload
-from fxbraid.simulate import Link, Workload, constants, peaks, simulate
+from fxbraid.simulate import Link, Workload, constants, device, load_model, peaks, simulate
+from fxbraid.simulate.cli import simulate_command
 from fxbraid.simulate.offload import Wanted, early_chunks, parks, plan_offload
 
 from . import alone
@@ -385,10 +395,6 @@ def test_a_step_that_fails_forgets_what_was_on_its_way(
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    import inspect
-
-    import fxbraid
-
     asked = {n: p.default for n, p in inspect.signature(fxbraid.braid).parameters.items() if n != "model"}
     asked |= {"example_batch": batch(4), "n_microbatches": 2}
     for good in (None, "chunk0", 0.3, 1, lambda chunk, unit: chunk == 0):
@@ -400,8 +406,6 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 def test_random_schedules_and_links() -> None:
     """Plans hold on schedules that nobody has drawn."""
-    from fxbraid.schedule import Placement
-
     for seed in range(12):
         rng = random.Random(seed)
         schedule = alone.random_schedule(seed, Placement("v", 2, 2), rng.choice([4, 7]))
@@ -411,3 +415,71 @@ def test_random_schedules_and_links() -> None:
         plain, moved = simulate(schedule, load), simulate(schedule, load, offload=plan)
         assert moved.step_time == pytest.approx(plain.step_time, rel=1e-12)
         assert all(a <= b + 1e-9 for a, b in zip(moved.peak, plain.peak, strict=True))
+
+
+# -- pictures and the command line
+
+
+def test_copies_are_drawn_and_traced() -> None:
+    schedule = build("stp", p=2, m=6)
+    load = costs(schedule, 0.3)
+    plan = plan_offload(schedule, load, early_chunks(schedule))
+    plain, moved = simulate(schedule, load), simulate(schedule, load, offload=plan)
+    copies = [copy for rank in range(2) for copy in moved.copies(rank)]
+    for colour, way in ((OUT, "out"), (BACK, "back")):
+        count = sum(copy.way == way for copy in copies)
+        assert count and to_svg(moved).count(f'fill="{colour}"') == count + 1  # and the legend's
+        assert colour not in to_svg(plain)
+    events = json.loads(to_trace(moved))["traceEvents"]
+    assert sum(event.get("cat") == "copy" for event in events) == len(copies)
+    assert not any(event.get("cat") == "copy" for event in json.loads(to_trace(plain))["traceEvents"])
+
+
+def test_the_commands_take_a_host_link() -> None:
+    runner, command = CliRunner(), typer.Typer()
+    command.command()(simulate_command)
+
+    def run(*words: str) -> Any:
+        return runner.invoke(command, ["stp", "--pp", "2", "-m", "6", *words])
+
+    plain = json.loads(run("--json").stdout)
+    moved = json.loads(run("--json", "--offload", "chunk0", "--host-link", "0.01,0.3").stdout)
+    slow = json.loads(run("--json", "--offload", "0.5", "--host-link", "0.01,0.05").stdout)
+    assert (
+        moved["step_time"] == pytest.approx(plain["step_time"])
+        and moved["peak"] < slow["peak"] < plain["peak"]
+    )
+    assert all(rank["exposed_host"] == 0 and 0 < rank["offloaded_share"] <= 1 for rank in moved["ranks"])
+    assert "offloaded" not in plain["ranks"][0]
+    text = run("--offload", "chunk0", "--host-link", "0.01,0.3").stdout
+    assert "offload, of what was asked" in text
+    for words, said in (
+        (("--host-link", "0,1"), "give --offload too"),
+        (("--offload", "chunk1"), "a share of it"),
+        (("--offload", "1.5"), "no share"),
+        (("--offload", "chunk0", "--host-link", "fast"), "LATENCY,BANDWIDTH"),
+    ):
+        result = run(*words)
+        assert result.exit_code != 0 and said in " ".join((result.output + result.stderr).split())
+
+
+def test_a_plan_with_offload_finds_what_did_not_fit() -> None:
+    base = Request(
+        load_model("qwen2-12.1b"),
+        device("a800"),
+        16,
+        6144,
+        48,
+        tp=(8,),
+        pp=(2,),
+        micro_batch=(1,),
+        schedules=("stp",),
+        checkpoints=("none",),
+        memory=0.42,
+    )
+    with pytest.raises(ScheduleError, match="nothing fits"):
+        plan_devices(base)
+    (found,) = plan_devices(replace(base, offload=True)).ranking
+    assert found.candidate.offload and found.fits and "offload" in str(found.candidate)
+    with pytest.raises(ScheduleError, match="nothing fits"):
+        plan_devices(replace(base, offload=True, host=Link(1e-5, 1e8)))

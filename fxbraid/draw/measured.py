@@ -173,6 +173,8 @@ def _title(span: Span) -> str:
         return f"{span.kind} all-reduce {span.name}"
     if span.kind in ("send", "receive"):
         return f"{span.kind} {span.action}"
+    if span.kind == "copy":
+        return f"{span.name} {span.action}"
     return span.action if span.kind == "block" else span.name
 
 
