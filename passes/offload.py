@@ -13,6 +13,7 @@ would be as right.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -83,8 +84,16 @@ def _groups(chunk: ChunkUnits) -> dict[fx.Node, fx.Node]:
     order = {node: k for k, node in enumerate(chunk.joint.graph.nodes)}
     for node in order:
         root[node] = node
-        if may_alias(node) and not chunk.is_collective(node):
+        if _shares(node) and not chunk.is_collective(node):
             for source in node.all_input_nodes:
                 one, other = sorted((find(source), find(node)), key=order.__getitem__)
                 root[other] = one
     return {node: find(node) for node in root}
+
+
+def _shares(node: fx.Node) -> bool:
+    """May ``node`` lie in the memory of what it reads? One of several results does where the others do: a part of a
+    split lies in the whole, attention's logsumexp does not lie in its output."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return may_alias(node)

@@ -153,17 +153,19 @@ class _Storage:
 
 @dataclass(slots=True)
 class Parked:
-    """A parcel: both boxes without what leaves, and what leaves (None for an item that lay in the storage of another
-    one)."""
+    """A parcel: both boxes without what leaves, and what leaves: an item is one storage, none where it lay in the
+    storage of another item, or several where values that the graph keeps together lie apart."""
 
     boxes: tuple[list[Any], list[Any]]
-    items: list[_Storage | None] = field(default_factory=list)
+    items: list[list[_Storage]] = field(default_factory=list)
 
     def tensors(self) -> Iterator[Tensor]:
         """What of it lies on the device."""
         for box in self.boxes:
             yield from (value for value in box if value is not None)
-        yield from (item.here for item in self.items if item is not None and item.here is not None)
+        for storage in (storage for item in self.items for storage in item):
+            if storage.here is not None:
+                yield storage.here
 
 
 class Offload(nn.Module):
@@ -172,7 +174,7 @@ class Offload(nn.Module):
 
     def __init__(self, stored: Sequence[Stored], memory: HostMemory) -> None:
         super().__init__()
-        self._places = [one.places[0] for one in stored]
+        self._places = [one.places for one in stored]
         self._memory = memory
 
     def forward(self, for_I: list[Tensor], for_W: list[Tensor], slot: int, numbers: Sequence[int]) -> Parked:
@@ -182,33 +184,28 @@ class Offload(nn.Module):
         for box, values in enumerate(boxes):
             for index, value in enumerate(values):
                 together.setdefault(value.untyped_storage().data_ptr(), []).append((box, index))
-        taken: list[tuple[list[_Spot], Tensor] | None] = []
+        taken: list[list[tuple[list[_Spot], Tensor]]] = []
         total = 0
         for number in numbers:
-            box, index = self._places[number]
-            value = boxes[box][index]
-            if value is None or value.untyped_storage().nbytes() == 0:
-                taken.append(None)
-                continue
-            here = _bytes(value)
-            spots = [_spot(boxes, *place) for place in together[here.data_ptr()]]
-            for spot in spots:
-                boxes[spot.box][spot.index] = None
-            taken.append((spots, here))
-            total += aligned(here.nbytes)
+            taken.append([])
+            for box, index in self._places[number]:
+                value = boxes[box][index]
+                if value is None or value.untyped_storage().nbytes() == 0:
+                    continue
+                here = _bytes(value)
+                spots = [_spot(boxes, *place) for place in together[here.data_ptr()]]
+                for spot in spots:
+                    boxes[spot.box][spot.index] = None
+                taken[-1].append((spots, here))
+                total += aligned(here.nbytes)
         buffer, at = self._memory.get(slot, total), 0
         parked = Parked(boxes)
-        for one in taken:
-            if one is None:
-                parked.items.append(None)
-                continue
-            spots, here = one
-            parked.items.append(_Storage(spots, here, buffer[at : at + here.nbytes]))
-            at += aligned(here.nbytes)
-        leaving = [item for item in parked.items if item is not None]
-        pairs = [(item.here, item.there) for item in leaving if item.here is not None]
-        for item, ticket in zip(leaving, self._memory.lanes.copy("out", pairs), strict=True):
-            item.ticket = ticket
+        for item in taken:
+            parked.items.append([])
+            for spots, here in item:
+                parked.items[-1].append(_Storage(spots, here, buffer[at : at + here.nbytes]))
+                at += aligned(here.nbytes)
+        _start(self._memory.lanes, "out", [storage for item in parked.items for storage in item])
         return parked
 
 
@@ -220,10 +217,9 @@ class Away(nn.Module):
         self._lanes = lanes
 
     def forward(self, parked: Parked, items: Sequence[int]) -> Parked:
-        for item in (parked.items[k] for k in items):
-            if item is not None:
-                self._lanes.wait(item.ticket)
-                item.here = item.ticket = None
+        for storage in (storage for k in items for storage in parked.items[k]):
+            self._lanes.wait(storage.ticket)
+            storage.here = storage.ticket = None
         return parked
 
 
@@ -235,13 +231,10 @@ class Reload(nn.Module):
         self._lanes, self._device = lanes, device
 
     def forward(self, parked: Parked, items: Sequence[int]) -> Parked:
-        returning = [item for k in items if (item := parked.items[k]) is not None]
-        pairs = []
-        for item in returning:
-            item.here = torch.empty(item.there.nbytes, dtype=torch.uint8, device=self._device)
-            pairs.append((item.there, item.here))
-        for item, ticket in zip(returning, self._lanes.copy("back", pairs), strict=True):
-            item.ticket = ticket
+        returning = [storage for k in items for storage in parked.items[k]]
+        for storage in returning:
+            storage.here = torch.empty(storage.there.nbytes, dtype=torch.uint8, device=self._device)
+        _start(self._lanes, "back", returning)
         return parked
 
 
@@ -253,17 +246,25 @@ class Back(nn.Module):
         self._lanes = lanes
 
     def forward(self, parked: Parked) -> tuple[list[Tensor], list[Tensor]]:
-        for item in parked.items:
-            if item is None:
-                continue
-            self._lanes.wait(item.ticket)
-            assert item.here is not None
-            storage = item.here.untyped_storage()
-            for spot in item.spots:
-                value = torch.empty(0, dtype=spot.dtype, device=item.here.device)
-                parked.boxes[spot.box][spot.index] = value.set_(storage, spot.offset, spot.shape, spot.stride)
+        for storage in (storage for item in parked.items for storage in item):
+            self._lanes.wait(storage.ticket)
+            assert storage.here is not None
+            memory = storage.here.untyped_storage()
+            for spot in storage.spots:
+                value = torch.empty(0, dtype=spot.dtype, device=storage.here.device)
+                parked.boxes[spot.box][spot.index] = value.set_(memory, spot.offset, spot.shape, spot.stride)
         parked.items.clear()
         return parked.boxes
+
+
+def _start(lanes: Lanes, way: Way, storages: Sequence[_Storage]) -> None:
+    """Start to copy each, out or back."""
+    pairs = []
+    for storage in storages:
+        assert storage.here is not None
+        pairs.append((storage.here, storage.there) if way == "out" else (storage.there, storage.here))
+    for storage, ticket in zip(storages, lanes.copy(way, pairs), strict=True):
+        storage.ticket = ticket
 
 
 def aligned(nbytes: int) -> int:

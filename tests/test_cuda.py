@@ -250,7 +250,7 @@ def test_copies_to_the_host_have_streams_of_their_own_and_events_both_ways(
     away = Away(lanes)
     parked = away(parked, (0,))
     assert cuda.log == [("compute", "wait", "out1")]
-    assert [item.here is None for item in parked.items if item is not None] == [True, False]
+    assert [storage.here is None for (storage,) in parked.items] == [True, False]
     parked = away(parked, (1,))
     cuda.log.clear()
     # Back: behind what compute was given so far, which may still read what had that memory before.
