@@ -13,6 +13,7 @@ from rich.console import Console
 from fxbraid.draw import to_html, to_svg, to_terminal, to_trace
 from fxbraid.draw.measured import Measured
 from fxbraid.draw.measured import to_trace as to_measured_trace
+from fxbraid.draw.memory import of_result
 from fxbraid.plan.choose import mean_costs
 from fxbraid.schedule import Costs, Schedule, ScheduleError
 from fxbraid.simulate import Result, Workload, simulate
@@ -65,6 +66,9 @@ def draw(
     ] = None,
     tp_rank: Annotated[int, typer.Option("--tp-rank", help="Whose lanes to draw of a measured step.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file.")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="In the SVG, what each rank holds, below its lanes.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write an HTML page to zoom and hover.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome or Perfetto trace.")] = None,
     width: Annotated[int | None, typer.Option(help="Columns in the terminal.")] = None,
@@ -75,12 +79,16 @@ def draw(
         if width is not None and width < NARROWEST:
             raise ScheduleError(f"--width {width}: a picture takes {NARROWEST} columns or more")
         ask.check_used(given(ctx), measured=measured is not None)
+        if memory and svg is None:
+            raise ScheduleError(
+                "--memory is drawn in the SVG; give --svg FILE too (the HTML page shows it anyway)"
+            )
         check_outputs([svg, html, trace])
         lanes = None if measured is None else read_measured(measured, tp_rank)
         result = ask.simulate() if lanes is None else ask.beside(lanes)
         timeline = None if lanes is None else lanes.timeline
         made: list[tuple[Path | None, Callable[[], str]]] = [
-            (svg, lambda: to_svg(result, measured=lanes)),
+            (svg, lambda: to_svg(result, measured=lanes, memory=of_result(result) if memory else None)),
             (html, lambda: to_html(result, measured=lanes)),
             (trace, lambda: to_trace(result) if timeline is None else to_measured_trace(timeline, result)),
         ]

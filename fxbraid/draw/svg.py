@@ -14,6 +14,7 @@ from html import escape
 
 from fxbraid.draw.layout import Block, Picture, Strand, blocks, collective_name, duration, headline, number
 from fxbraid.draw.measured import Measured, caption
+from fxbraid.draw.memory import Strips, legend, strip
 from fxbraid.draw.palette import BACK, EXPOSED, HIDDEN, INK, OUT, PHASES, paint
 from fxbraid.simulate import Box, Result
 
@@ -26,7 +27,7 @@ COPIES = 11.0
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Pixels. width: of the plot; left: room for the rank's name; lane: height of compute, wire: of
-    collectives, host: of copies.
+    collectives, host: of copies, strip: of memory.
     """
 
     width: float = 1480.0
@@ -38,6 +39,7 @@ class Sizes:
     gap: float = 14.0
     bottom: float = 62.0
     host: float = 0.0
+    strip: float = 44.0
 
     @property
     def row(self) -> float:
@@ -45,9 +47,15 @@ class Sizes:
         return self.lane + 3 + self.wire + self.host
 
 
-def to_svg(result: Result, sizes: Sizes = Sizes(), *, measured: Measured | None = None) -> str:
+def to_svg(
+    result: Result,
+    sizes: Sizes = Sizes(),
+    *,
+    measured: Measured | None = None,
+    memory: Strips | None = None,
+) -> str:
     """The picture of ``result`` as an SVG document with a transparent background; with a ``measured`` step, which gets
-    a lane below each simulated one, on the same axis."""
+    a lane below each simulated one, on the same axis; with ``memory`` (``draw.memory``), a strip below each rank."""
     if measured is not None:
         sizes = replace(sizes, left=sizes.left + 12)  # room for the second name
     if result.offload is not None:
@@ -57,9 +65,10 @@ def to_svg(result: Result, sizes: Sizes = Sizes(), *, measured: Measured | None 
     title = headline(result) if measured is None else caption(measured.timeline, result)
     plots = [_Drawing(one, sizes, total, exact) for one in (result, measured) if one is not None]
     p = result.schedule.p
-    pitch = len(plots) * sizes.row + (len(plots) - 1) * sizes.gap / 2 + sizes.gap
+    lanes = len(plots) * sizes.row + (len(plots) - 1) * sizes.gap / 2
+    pitch = lanes + sizes.gap + (sizes.strip + 4 if memory is not None else 0)
     width = sizes.left + sizes.width + sizes.right
-    height = sizes.top + p * pitch + sizes.bottom
+    height = sizes.top + p * pitch + sizes.bottom + (24 if memory is not None else 0)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
         f'font-family="{FONT}"><title>{escape(title)}</title>',
@@ -72,6 +81,11 @@ def to_svg(result: Result, sizes: Sizes = Sizes(), *, measured: Measured | None 
             y = sizes.top + rank * pitch + k * (sizes.row + sizes.gap / 2)
             name = f"rank {rank}" if k == 0 else "measured"
             lines += plot.row(rank, y, name, size=14 if k == 0 else 12)
+        if memory is not None:
+            y = sizes.top + rank * pitch + lanes + 4
+            lines += strip(memory, rank, (sizes.left, y, sizes.width, sizes.strip), total)
+    if memory is not None:
+        lines += legend(memory, sizes.left, sizes.top + p * pitch + 68)
     lines += plots[0].axis(sizes.top + p * pitch - sizes.gap + 5)
     lines += plots[0].legend(sizes.top + p * pitch + 44)
     return "\n".join([*lines, "</svg>", ""])

@@ -75,7 +75,8 @@ Entry = tuple[Candidate, Schedule]
 class Choice:
     """What was chosen and against what. asked: the schedule that was asked for. schedule, best: what runs. torch: the
     fastest of torch's schedules on this executor, None if none was looked at. others: the runners-up, fastest first.
-    costs: where the costs come from. hides: do collectives take any time, so that braiding could hide some?
+    costs: where the costs come from. hides: do collectives take any time, so that braiding could hide some? notes: what
+    else is to be said.
     """
 
     asked: str
@@ -86,6 +87,7 @@ class Choice:
     considered: int
     costs: str
     hides: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -110,7 +112,7 @@ class Choice:
             if (one.name, one.order) not in [(other.name, other.order) for other in torch]
         ]
         said.append(_why(best, [*self.others, *torch], self.hides))
-        return tuple(said)
+        return (*said, *self.notes)
 
 
 def choose(
@@ -164,7 +166,7 @@ def settle(
     tried beside the one from costs. The schedule as it came stays unless something else is faster by more than
     ``NEAR``.
     """
-    kinds = sorted(_braids(schedule))
+    kinds = sorted(braids(schedule))
     clock = {order: _clock(workload, order) for order in orders}
     tried: list[Entry] = []
     for count in range(len(kinds) + 1):
@@ -177,10 +179,10 @@ def settle(
     if best[0].step_time >= as_it_is[0].step_time * (1 - NEAR):
         equal = [one for one in tried if one[0].step_time <= as_it_is[0].step_time * (1 + CLOSE)]
         plain = min(equal, key=lambda one: (sum(one[0].braids.values()), one[0].peak))
-        best = as_it_is if _hides(workload) else plain
+        best = as_it_is if hides(workload) else plain
     others = [one[0] for one in sorted(tried, key=lambda one: one[0].step_time) if one is not best]
     return Choice(
-        schedule.name, best[1], best[0], None, tuple(others[:3]), len(tried), workload.label, _hides(workload)
+        schedule.name, best[1], best[0], None, tuple(others[:3]), len(tried), workload.label, hides(workload)
     )
 
 
@@ -269,10 +271,10 @@ def _clock(workload: Workload, order: UnitOrder) -> BlockClock:
 
 def _entry(name: str, schedule: Schedule, order: UnitOrder, clock: BlockClock) -> Entry:
     time = at_clock(schedule, clock).step_time
-    return Candidate(name, order, time, max(peaks_at(schedule, clock)), _braids(schedule)), schedule
+    return Candidate(name, order, time, max(peaks_at(schedule, clock)), braids(schedule)), schedule
 
 
-def _braids(schedule: Schedule) -> dict[str, int]:
+def braids(schedule: Schedule) -> dict[str, int]:
     """Composites by kind."""
     steps = (step for row in schedule.actions for step in row if isinstance(step, Composite))
     return dict(Counter("".join(action.phase for action in step.parts) for step in steps))
@@ -302,11 +304,11 @@ def _decide(
         tuple(rivals[:3]),
         considered,
         workload.label,
-        _hides(workload),
+        hides(workload),
     )
 
 
-def _hides(workload: Workload) -> bool:
+def hides(workload: Workload) -> bool:
     """Is there anything that braiding could hide?"""
     return any(chunk.collective() > 0 for chunk in workload.chunks)
 

@@ -13,6 +13,7 @@ from fxbraid.plan.space import Request
 from fxbraid.schedule import ScheduleError
 from fxbraid.simulate import DEVICES, device, load_model
 from fxbraid.simulate.inputs import read_host_link, read_imbalance
+from fxbraid.simulate.memory import read_amount
 from fxbraid.terminal import refuse
 
 WIDTH = 110
@@ -30,6 +31,10 @@ def plan_command(
     micro_batch: Annotated[str, typer.Option(help="Micro-batch sizes to consider.")] = "1,2,4",
     schedules: Annotated[str, typer.Option(help="Schedules to consider.")] = "",
     memory: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.92,
+    budget: Annotated[
+        str,
+        typer.Option("--memory-budget", help="Memory that a device may use, as 60GiB; in place of --memory."),
+    ] = "",
     efficiency: Annotated[float, typer.Option(help="Share of the roofline that compute reaches.")] = 1.0,
     imbalance: Annotated[str, typer.Option(help="RANK:FACTOR,... on the compute of a pipeline rank.")] = "",
     sequence: Annotated[
@@ -67,6 +72,7 @@ def plan_command(
             micro_batch=_numbers(micro_batch),
             schedules=tuple(filter(None, schedules.split(","))),
             memory=memory,
+            budget=read_amount(budget) if budget else None,
             efficiency=efficiency,
             imbalance=tuple(read_imbalance(imbalance).items()),
             sequence=("whole", "kept", "gathered") if sequence else ("whole",),

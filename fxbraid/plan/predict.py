@@ -228,7 +228,7 @@ def predict(request: Request, view: Outlook, peak: float) -> Prediction:
         mfu=view.workload.flops * c.m / (step * request.device.peak * c.pp),
         peak=peak,
         static=view.static,
-        limit=request.device.memory * request.memory,
+        limit=request.limit,
     )
 
 

@@ -37,7 +37,7 @@ def to_table(plan: Plan) -> RenderableType:
     head = Text(
         f"{r.model.name}, {r.model.parameters / 1e9:.2f}B parameters, on {r.gpus} {r.device.name}\n"
         f"seq {r.seq}, global batch {r.global_batch}, "
-        f"{r.memory * r.device.memory / 1e9:.1f} GB a device usable",
+        f"{r.limit / 1e9:.1f} GB a device usable",
         style="bold",
     )
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")

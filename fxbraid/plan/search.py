@@ -46,7 +46,7 @@ def plan(request: Request, *, top: int = 10, budget: int = 400) -> Plan:
     ScheduleError if nothing divides or nothing fits.
     """
     views, considered = _views(request)
-    limit = request.device.memory * request.memory
+    limit = request.limit
     best: list[tuple[float, int, Prediction]] = []
     big: list[tuple[float, int, Outlook]] = []
     settled: set[Candidate] = set()
@@ -133,6 +133,6 @@ def _nothing_fits(request: Request, views: list[Outlook], limit: float) -> str:
     return (
         f"nothing fits: on {request.gpus} {request.device.name}, {request.model.name} needs at least "
         f"{least_memory(lean) / 1e9:.1f} GB a device ({lean.candidate}), "
-        f"and {limit / 1e9:.1f} GB may be used; "
+        f"and {limit / 1e9:.1f} GB may be used, {(least_memory(lean) - limit) / 1e9:.1f} GB too few; "
         "take more devices, a shorter sequence, a smaller micro-batch or checkpoint=full"
     )

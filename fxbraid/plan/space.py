@@ -28,7 +28,8 @@ class Request:
     the driver, communicators and fragmentation. efficiency: see ``simulate.kernels.Kernels``. imbalance:
     factors on the compute of pipeline ranks. sequence: which kinds of sequence parallelism are considered.
     offload: where a configuration does not fit, look whether it does with activations of every rank's first chunk on
-    the host, as far as there is time; host: the link to it, None for the device's.
+    the host, as far as there is time; host: the link to it, None for the device's. budget: bytes that may be used, in
+    place of the share.
     """
 
     model: ModelConfig
@@ -47,6 +48,12 @@ class Request:
     sequence: tuple[Sequence, ...] = ("whole",)
     offload: bool = False
     host: Link | None = None
+    budget: int | None = None
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device that may be used."""
+        return self.budget if self.budget is not None else self.device.memory * self.memory
 
     def __post_init__(self) -> None:
         if min(self.gpus, self.seq, self.global_batch) < 1:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fxbraid.schedule import Costs, ScheduleError
+from fxbraid.schedule import Costs, Schedule, ScheduleError
 from fxbraid.simulate import Result, Shape, analytic, device, load_model, peaks, simulate
 from fxbraid.simulate.analytic import CHECKPOINTS, POLICIES, Checkpoint
 from fxbraid.simulate.inputs import (
@@ -20,7 +21,8 @@ from fxbraid.simulate.inputs import (
     read_schedule,
     read_times,
 )
-from fxbraid.terminal import refuse
+from fxbraid.simulate.memory import Memory
+from fxbraid.terminal import check_outputs, refuse, write
 
 
 def simulate_command(
@@ -64,12 +66,24 @@ def simulate_command(
             "without, units of time and chunk activations per unit, default none that costs time)."
         ),
     ] = "",
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Trace --model (needs torch; a minute or more) and say what each rank holds, by what it is for.",
+        ),
+    ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(help="Draw it into an SVG file, with memory below each rank (by kind with --memory)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Simulate one training step: its time, where it goes, memory, MFU and the critical path."""
     console = Console()
     try:
         costs = read_times(times)
+        layers: list[int] | None = None
         plan = read_schedule(schedule, pp, m, v, braided=braid, costs=Costs(*costs))
         if model:
             shape = Shape(
@@ -88,12 +102,55 @@ def simulate_command(
             workload = constant_workload(plan, costs, layers=units, latency=latency, imbalance=imbalance)
         workload, moved = read_offload(offload, plan, workload, host=host_link, braided=not blocking)
         result = simulate(plan, workload, braided=not blocking, offload=moved)
+        held = None
+        if memory:
+            if not model or checkpoint != "none" or offload:
+                raise ScheduleError(
+                    "--memory traces a model that keeps everything: give --model, neither --checkpoint nor --offload"
+                )
+            held = _trace(model, plan, tp, seq, batch, split=layers, sequence=sequence, regather=regather)
+        if svg is not None:
+            _draw(svg, result, held)
     except ScheduleError as error:
         refuse(error)
     if as_json:
-        typer.echo(json.dumps(as_dict(result, batch), indent=2))
+        found = as_dict(result, batch)
+        typer.echo(json.dumps(found if held is None else {**found, "memory": held.as_dict()}, indent=2))
         return
     _print(console, result, batch)
+    if held is not None:
+        Console(width=max(140, console.width)).print(str(held), highlight=False, soft_wrap=True)
+
+
+def _trace(
+    model: str,
+    plan: Schedule,
+    tp: int,
+    seq: int,
+    batch: int,
+    *,
+    split: list[int] | None,
+    sequence: bool,
+    regather: bool,
+) -> Memory:
+    from fxbraid.memory import imagined, predict_memory  # needs torch
+
+    wanted: dict[str, Any] = {"split": split or "auto", "sequence_parallel": sequence, "regather": regather}
+    made, example = imagined(model, seq, batch * plan.m)
+    try:
+        return predict_memory(
+            made, example, tp_size=tp, pp_size=plan.p, n_microbatches=plan.m, schedule=plan, **wanted
+        )
+    except ValueError as error:
+        raise ScheduleError(str(error)) from None
+
+
+def _draw(path: Path, result: Result, held: Memory | None) -> None:
+    from fxbraid.draw import to_svg
+    from fxbraid.draw.memory import of_memory, of_result
+
+    check_outputs([path])
+    write(path, to_svg(result, memory=of_result(result) if held is None else of_memory(held, result)))
 
 
 def as_dict(result: Result, batch: int = 1) -> dict[str, object]:
