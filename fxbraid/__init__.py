@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api import braid, from_pretrained, profile
     from .checkpoint.checkpointer import Checkpointer
     from .compiled import braided, clip_grad_norm_
+    from .memory import predict_memory
     from .model import BraidedModel
     from .passes.errors import BraidError, CaptureError, PartitionError, PlanError, UnsupportedError
     from .runlog import RunLog
@@ -38,6 +39,7 @@ __all__ = [
     "braided",
     "clip_grad_norm_",
     "from_pretrained",
+    "predict_memory",
     "profile",
     "zero_optimizer",
 ]
@@ -47,6 +49,7 @@ _HOME = {
     **dict.fromkeys(("braided", "clip_grad_norm_"), "compiled"),
     "Profile": "runtime.profile",
     "BraidedModel": "model",
+    "predict_memory": "memory",
     "Checkpointer": "checkpoint.checkpointer",
     "zero_optimizer": "zero",
     "BraidTrainer": "trainer",

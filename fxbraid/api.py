@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import batch as batches
 from . import schedule as schedules
 from .agree import agree
-from .arguments import check_model, check_seed, checked
+from .arguments import check_model, check_seed, checked, read_budget
 from .decide import Order
+from .memory import named
 from .model import BraidedModel
 from .offloading import Offload
 from .options import Options
@@ -43,7 +44,7 @@ def braid(
     pp_size: int | None = None,
     dp_size: int | None = None,
     n_microbatches: int,
-    schedule: str | Schedule = "stp",
+    schedule: str | Schedule | None = None,
     tp_plan: str | Mapping[str, str] = "auto",
     split: str | Sequence[int] = "auto",
     compile: Compile = "unit",
@@ -54,6 +55,7 @@ def braid(
     max_programs: int = 8,
     order: Order | None = None,
     max_live: int | None = None,
+    memory_budget: str | float | None = None,
     sequence_parallel: bool = False,
     regather: bool = False,
     checkpoint: Checkpointing = "none",
@@ -82,6 +84,7 @@ def braid(
         n_microbatches: m, micro-batches per step (of each replica).
         schedule: a name (``fxbraid.schedule.FAMILIES``) or a :class:`~fxbraid.schedule.Schedule`; "auto" measures this
             model on this machine and takes the fastest of all named schedules and of those that a search makes.
+            Default: "stp"; with a ``memory_budget``, "auto".
         tp_plan: "auto" (the model's own plan; where it has none, one that follows from its graph, which ``report()``
             shows), or a dict of module patterns to styles of transformers ("colwise", "rowwise", "replicated", ...).
         split: "auto" (layers per chunk balanced by FLOPs, embedding and head included), or the layers of each chunk.
@@ -113,6 +116,10 @@ def braid(
             chunk. Results are the same to the bit.
         seed: of the values that a model on the meta device gets.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
+        memory_budget: "60GiB", "80GB" or bytes: the most that any rank may need for parameters, gradients, AdamW's
+            state and a step, by prediction (docs/memory_prediction.md; leave room for what torch's allocator and
+            communicators take). With ``schedule="auto"`` the fastest named schedule that fits is taken, and
+            ``report()`` says what the next larger budget would buy; where nothing fits, every rank says by how much.
         sequence_parallel: cut what tensor parallelism leaves whole (norms, residuals, messages) into tokens: a
             reduce-scatter and an all-gather in place of each all-reduce, as many bytes, and 1/tp_size of those
             activations (Korthikanti et al. 2022; docs/sequence_parallel.md). tp_size must divide the tokens.
@@ -226,6 +233,11 @@ def profile(model: BraidedModel, *, repeats: int = 5, cache: bool = True) -> Pro
 
 def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
     """:func:`braid` with its arguments by name (``asked``), ``model`` replaced by where its tensors come from."""
+    budget = asked["memory_budget"]
+    if asked["schedule"] is None:
+        asked = {**asked, "schedule": "stp" if budget is None else "auto"}
+    if budget is not None:
+        asked = {**asked, "memory_budget": read_budget(budget)}
     collectives, order = checked(asked)
     example_batch = batches.normal(asked["example_batch"])
     schedule, m = asked["schedule"], asked["n_microbatches"]
@@ -248,7 +260,7 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
     }
     sizes = {name: asked[name] for name in ("tp_size", "pp_size", "dp_size")}
     mesh = make_mesh(asked["device_mesh"], **sizes, agree=lambda: agree(told))
-    chosen = None if auto else _schedule(schedule, mesh.pp_size, m)
+    chosen = None if auto else named(schedule, mesh.pp_size, m)
     if chosen is not None:
         if not asked["braided"]:
             chosen = schedules.unbraid(chosen)
@@ -259,14 +271,3 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
     options = {name: value for name, value in asked.items() if name in names}
     options |= {"collectives": collectives, "order": order, "autocast": ambient_autocast(mesh.device)}
     return BraidedModel(source, example_batch, mesh, chosen, Options(**options))
-
-
-def _schedule(schedule: str | Schedule, p: int, m: int) -> Schedule:
-    if isinstance(schedule, str):
-        return schedules.build(schedule, p=p, m=m)
-    if schedule.p != p or schedule.m != m:
-        raise BraidError(
-            f"the schedule {schedule.name} is for p={schedule.p} ranks and m={schedule.m} micro-batches, but "
-            f"pp_size={p} and n_microbatches={m}"
-        )
-    return schedule

@@ -15,7 +15,8 @@ from .passes.block import COLLECTIVES, Collectives
 from .passes.checkpoint import check_policy
 from .passes.compile import Artefacts
 from .passes.errors import BraidError
-from .schedule import Schedule
+from .schedule import Schedule, ScheduleError
+from .simulate.memory import read_amount
 
 _FLAGS = ("braided", "reproducible", "sequence_parallel", "regather", "master_weights")
 _SIZES = ("tp_size", "pp_size", "dp_size", "max_live")
@@ -62,6 +63,16 @@ def check_seed(seed: object) -> None:
     """Raise :class:`BraidError` for a seed that torch would not take."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise BraidError(f"seed={seed!r}: give a whole number of 64 bits")
+
+
+def read_budget(budget: object) -> int:
+    """Bytes of ``memory_budget``; raises :class:`BraidError` for what is no amount."""
+    try:
+        if isinstance(budget, bool) or not isinstance(budget, str | int | float):
+            raise ScheduleError(f"{budget!r} is of type {type(budget).__name__}")
+        return read_amount(budget)
+    except ScheduleError as error:
+        raise BraidError(f'memory_budget={budget!r}: {error}; give for example "60GiB", or bytes') from None
 
 
 def _kinds(asked: Mapping[str, Any]) -> None:

@@ -60,6 +60,7 @@ __all__ = [
     "same_storage",
     "serves",
     "standalone_compile",
+    "storage_key",
     "timeout_of",
 ]
 
@@ -95,6 +96,11 @@ def hash_of_files(*paths: str) -> bytes:
 def same_storage(a: Tensor, b: Tensor) -> bool:
     """Are the two (fake) tensors views of one storage?"""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What two (fake) tensors have in common if they are views of one storage, while it lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def compute_before(graph: fx.Graph, wanted: Mapping[fx.Node, Iterable[fx.Node]]) -> None:

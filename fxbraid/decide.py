@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import schedule as schedules
+from .budget import Budget, Way, choose_under, own
 from .passes.compile import Artefacts
 from .passes.errors import BraidError, PartitionError
 from .passes.pipeline import Lowered
@@ -81,7 +82,7 @@ def decide(asked: Asked, mesh: Mesh, artefacts: Artefacts, lower: Callable[[Plac
         found = choose(mesh.pp_size, asked.m, costs, orders=orders, max_live=asked.max_live)
         return found if asked.braided else settle(_plain(found.schedule, asked), costs, orders=orders)
 
-    choice = _told(mesh, decision)
+    choice = _hear(_told(mesh, lambda: _say(decision())))
     chosen = schedules.reproducible(choice.schedule) if asked.reproducible else choice.schedule
     schedules.check(chosen)
     if chosen.placement != start.placement:
@@ -89,6 +90,40 @@ def decide(asked: Asked, mesh: Mesh, artefacts: Artefacts, lower: Callable[[Plac
         profile = _profile(asked, mesh, artefacts, lowered, chosen)
         costs = gather_workload(lowered, profile, mesh)
     return Decision(chosen, costs if choice.best.order == "costs" else None, profile, choice, lowered)
+
+
+def decide_under(
+    asked: Asked, budget: Budget, mesh: Mesh, artefacts: Artefacts
+) -> tuple[Decision, Mapping[str, Any]]:
+    """:func:`decide` among what fits into ``budget``; with the options that the choice changes. What can't be done is
+    refused before anything is measured. Collective."""
+    budget.fitting()
+    costs: dict[tuple[str, int], tuple[Lowered, Profile, Workload]] = {}
+    for way in budget.ways:  # the same on every rank
+        key = way.variant.name, way.schedule.n_chunks
+        if key not in costs:
+            mine = _mine(budget, way, mesh)
+            profile = _profile(asked, mesh, artefacts, mine, way.schedule)
+            costs[key] = mine, profile, gather_workload(mine, profile, mesh)
+    orders: tuple[UnitOrder, ...] = ("paper",) if asked.order == "paper" else ("costs", "paper")
+
+    def decision() -> dict[str, Any]:
+        way, choice, _ = choose_under(
+            budget, lambda way: costs[way.variant.name, way.schedule.n_chunks][2], orders, "auto"
+        )
+        return {"at": budget.ways.index(way), **_say(choice)}
+
+    said = _told(mesh, decision)
+    way, choice = budget.ways[said["at"]], _hear(said)
+    _, profile, workload = costs[way.variant.name, way.schedule.n_chunks]
+    ordered_by = workload if choice.best.order == "costs" else None
+    return Decision(way.schedule, ordered_by, profile, choice, _mine(budget, way, mesh)), way.variant.changes
+
+
+def _mine(budget: Budget, way: Way, mesh: Mesh) -> Lowered:
+    lowered = budget.lowered(way.variant, way.schedule.n_chunks)
+    assert lowered is not None
+    return own(lowered, way.schedule.placement, mesh.pp_rank)
 
 
 def _plain(schedule: Schedule, asked: Asked) -> Schedule:
@@ -111,20 +146,20 @@ def _profile(asked: Asked, mesh: Mesh, artefacts: Artefacts, lowered: Lowered, s
     return as_profile(asked.order)  # the same on every rank: braid() has compared it
 
 
-def _told(mesh: Mesh, decision: Callable[[], Choice]) -> Choice:
-    """The first rank's decision, on every rank. If it raises there, it raises everywhere."""
+def _told(mesh: Mesh, decision: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The first rank's decision, on every rank, as JSON. If it raises there, it raises everywhere."""
     first = mesh.world_rank == 0
     mine: Any = None
     error: Exception | None = None
     if first:
         try:
-            mine = _say(decision())
+            mine = decision()
         except schedules.ScheduleError as raised:
             mine, error = {"error": str(raised)}, raised
     said = meet(mine)[0]
     if "error" in said:
         raise error or schedules.ScheduleError(said["error"])
-    return _hear(said)
+    return dict(said)
 
 
 def _say(choice: Choice) -> dict[str, Any]:
@@ -139,6 +174,7 @@ def _say(choice: Choice) -> dict[str, Any]:
         "considered": choice.considered,
         "costs": choice.costs,
         "hides": choice.hides,
+        "notes": list(choice.notes),
     }
 
 
@@ -153,4 +189,5 @@ def _hear(said: Mapping[str, Any]) -> Choice:
         considered=said["considered"],
         costs=said["costs"],
         hides=said["hides"],
+        notes=tuple(said["notes"]),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from .batch import Signature
 from .decide import Decision
+from .memory import memory_of
 from .metrics import StepMetrics
 from .observe import Observed, gather, save
 from .offloading import Offloading
@@ -26,6 +27,7 @@ from .runtime.mesh import Mesh
 from .runtime.profile import Profile, as_profile, make_profile
 from .schedule import Schedule
 from .simulate import INSTANT, Link, Result, Workload, simulate
+from .simulate.memory import Memory
 from .timeline import RankTimeline, Timeline
 from .tracing import Tracer
 
@@ -145,6 +147,28 @@ class Explained(nn.Module):
         return timeline
 
     # -- what it will be worth
+
+    def memory(self, *, optimizer: str | float = "adamw", zero: bool = False) -> Memory:
+        """What every pipeline rank holds over one step, by what it is for: ``print(model.memory())``; ``as_dict()`` for
+        JSON, and :mod:`fxbraid.draw.memory` for a picture. Predicted from the programs of all ranks. Local.
+
+        ``optimizer``: "adamw", "adam", "sgd", "sgd_momentum", or bytes of state for each element of a parameter;
+        ``zero``: lies it over the replicas (:func:`zero_optimizer`)? Raises :class:`BraidError` for another optimizer.
+        """
+        mesh = self._mesh
+        size = f"tp {mesh.tp_size} x pp {mesh.pp_size}" + (
+            f" x dp {mesh.dp_size}" if mesh.dp_size > 1 else ""
+        )
+        return memory_of(
+            self._everything(),
+            self._schedule,
+            self._options,
+            mesh.dp_size,
+            optimizer=optimizer,
+            zero=zero,
+            ordered_by=self._ordered_by,
+            label=f"{type(self.source).__name__}, {size}",
+        )
 
     def profile(self, *, repeats: int = 5, cache: bool = True) -> Profile:
         """Seconds of every distinct unit by key, and links: measured once, cached on disk, the same on all ranks;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from . import batch as batches
 from .agree import agree_on_units
-from .decide import Asked, Decision, decide
+from .budget import Budget
+from .decide import Asked, Decision, decide, decide_under
 from .explained import Explained
 from .gradients import Gradients, Nonfinite
 from .observe import Watch, observed, watch
@@ -25,11 +27,11 @@ from .passes.pipeline import Lowered
 from .precision import Masters
 from .replicas import Replicas
 from .runtime.engine import Engine
-from .runtime.measure import measure_peak
+from .runtime.measure import measure
 from .runtime.mesh import Mesh
 from .runtime.profile import make_profile, order_from
 from .runtime.record_step import record
-from .schedule import Schedule, forward_only
+from .schedule import Placement, Schedule, forward_only
 from .source import Source, agreed
 from .state import skeleton, take, uses
 from .tracing import Tracer
@@ -65,7 +67,9 @@ class BraidedModel(Explained):
         self._tracer = Tracer(skeleton(model), mesh, options)
         self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
         self._decision = None
-        if schedule is None or options.order != "paper":
+        if options.memory_budget is not None:
+            schedule = self._fit(example_batch, schedule, options.memory_budget)
+        if schedule is None or (self._options.order != "paper" and self._decision is None):
             self._decision = self._decide(example_batch, schedule)
             schedule = self._decision.schedule
         self._schedule = schedule
@@ -80,6 +84,7 @@ class BraidedModel(Explained):
         self._uses = uses(lowered)
         here = schedule.placement.chunks_of(mesh.pp_rank)
         self._masters = Masters()
+        options = self._options
         masters = self._masters if options.master_weights else None
         self._state = take(self, source, lowered, self._uses, here, mesh, masters)
         #: behind ``torch.compile``: the user's parameters that other ranks hold, empty here, and their names
@@ -234,15 +239,15 @@ class BraidedModel(Explained):
         save_pretrained(self, folder, max_shard_size=max_shard_size, dtype=dtype)
 
     def measure_peak(self, **batch: Any) -> int:
-        """Run one step node by node and return the peak of this rank's live activation bytes.
+        """Run one step and return the peak of this rank's live activation bytes, sampled at every node of the program.
 
-        Counts every distinct storage that the program holds between two units (saved activations, hand-over,
-        boundaries, messages); not parameters, gradients, the batch, or temporaries inside a unit. Gradients are
-        left as they were.
+        Counts every distinct storage that the step makes and that lives between two units (saved activations,
+        hand-over, boundaries, receive buffers, messages); not parameters, gradients, the batch, or temporaries inside a
+        unit. Gradients are left as they were.
         """
         begun, inputs = self._prepare(batch, training=True)
         with self._no_autocast(), self._gradients.untouched():
-            return measure_peak(begun.engine, inputs, held=self._state.values())
+            return measure(begun.engine, inputs, held=self._state.values()).peak
 
     # -- inside
 
@@ -265,9 +270,9 @@ class BraidedModel(Explained):
             ordered_by=self._ordered_by,
         )
 
-    def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
+    def _asked(self, schedule: Schedule | None) -> Asked:
         options = self._options
-        asked = Asked(
+        return Asked(
             schedule,
             options.order,
             options.n_microbatches,
@@ -275,9 +280,33 @@ class BraidedModel(Explained):
             reproducible=options.reproducible,
             max_live=options.max_live,
         )
+
+    def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
         return decide(
-            asked, self._mesh, self._artefacts, lambda placement: self._tracer.lower(example_batch, placement)
+            self._asked(schedule),
+            self._mesh,
+            self._artefacts,
+            lambda placement: self._tracer.lower(example_batch, placement),
         )
+
+    def _fit(self, example_batch: Mapping[str, Any], schedule: Schedule | None, nbytes: int) -> Schedule:
+        """The schedule (``schedule``, or where it is None the fastest one), and the options, that fit into ``nbytes``
+        a rank."""
+
+        def trace(options: Options, n_chunks: int) -> Lowered:
+            placement = Placement("loop", n_chunks, 1)  # every chunk is traced, wherever it lies
+            return self._tracer.under(options).lower(example_batch, placement, everything=True)
+
+        mesh = self._mesh
+        budget = Budget(nbytes, self._options, (mesh.pp_size, mesh.dp_size), trace, schedule)
+        if schedule is not None:
+            changes = budget.fitting()[0].variant.changes
+        else:
+            self._decision, changes = decide_under(self._asked(None), budget, mesh, self._artefacts)
+            schedule = self._decision.schedule
+        self._options = replace(self._options, **changes)
+        self._tracer = self._tracer.under(self._options)
+        return schedule
 
     def _engine(self, lowered: Lowered, *, training: bool) -> Engine:
         return Engine(

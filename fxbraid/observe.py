@@ -67,7 +67,7 @@ class Observed:
         if self.found is None:
             self.found = self._divide()
         meter = self.engine.meter
-        peak = predict_peak(self.engine, self.ordered_by)
+        peak = predict_peak(self.engine)
         return replace(self.found, peak_predicted=peak, peak_measured=meter.peak_measured)
 
     def _divide(self) -> StepMetrics:

@@ -33,6 +33,8 @@ class Options:
     order: Order = "paper"
     reproducible: bool = False
     max_live: int | None = None
+    #: bytes that a rank may hold
+    memory_budget: int | None = None
     sequence_parallel: bool = False
     regather: bool = False
     checkpoint: Checkpointing = "none"

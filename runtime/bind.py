@@ -13,22 +13,30 @@ from typing import Any
 
 from torch import fx, nn
 
+Call = Callable[..., Any]
 
-def bind(module: fx.GraphModule) -> Callable[..., Any]:
+
+def bind(module: fx.GraphModule, around: Callable[[str, nn.Module, Call], Call] | None = None) -> Call:
     """``module.forward`` with every module below it bound as well. As of now: a graph that is changed and recompiled
-    afterwards must be bound again."""
-    return _bind(module, {})
+    afterwards must be bound again. ``around``: makes of the name, the module and the call of each module below what is
+    called in its place."""
+    return _bind(module, {}, around)
 
 
-def _bind(module: fx.GraphModule, done: dict[nn.Module, Callable[..., Any]]) -> Callable[..., Any]:
+def _bind(
+    module: fx.GraphModule,
+    done: dict[nn.Module, Call],
+    around: Callable[[str, nn.Module, Call], Call] | None,
+) -> Call:
     if module not in done:
         space = SimpleNamespace()
         for node in module.graph.nodes:
-            if node.op == "call_module":
-                child = module.get_submodule(str(node.target))
-                call = _bind(child, done) if isinstance(child, fx.GraphModule) else child.forward
-                setattr(space, str(node.target), call)
+            name = str(node.target)
+            if node.op == "call_module" and not hasattr(space, name):
+                child = module.get_submodule(name)
+                call = _bind(child, done, around) if isinstance(child, fx.GraphModule) else child.forward
+                setattr(space, name, call if around is None else around(name, child, call))
             elif node.op == "get_attr":
-                setattr(space, str(node.target), getattr(module, str(node.target)))
+                setattr(space, name, getattr(module, name))
         done[module] = MethodType(type(module).forward, space)
     return done[module]

@@ -117,6 +117,7 @@ class Engine:
         offload: OffloadPlan | None = None,
     ) -> None:
         self.lowered, self.schedule, self.mesh = lowered, schedule, mesh
+        self.slots, self.collectives, self.order = slots, collectives, order
         self.outbox, self.buffers = Outbox(), Buffers()
         self.offload = offload
         self.host = HostMemory(make_lanes(mesh.device)) if offload is not None else None

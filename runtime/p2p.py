@@ -56,7 +56,7 @@ class Outbox:
         self._sent.clear()
 
     def tensors(self) -> list[Tensor]:
-        """What is still held, for the memory measurement."""
+        """What is still held."""
         return [tensor for _, tensor in self._sent]
 
 
@@ -91,6 +91,10 @@ class Buffers:
         if buffer is None:
             buffer = self._made[slot] = empty(self.layouts[slot])
         return buffer
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there, for the memory measurement."""
+        return list(self._made.values())
 
     def drop(self) -> None:
         """Forget all: after a step that failed, a message may still be on its way into one of them."""

@@ -1,0 +1,236 @@
+"""``braid(memory_budget=...)``: the fastest way to run that no rank needs more memory for.
+
+Two questions, kept apart. What fits is read off the programs of all ranks (``runtime.predict``), by every rank for
+itself and with the same result, so that what can't be done is refused before anything is sent. What is fastest among
+that is asked of the simulator at costs measured here; the first rank answers, as in :mod:`fxbraid.decide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from . import schedule as schedules
+from .memory import memory_of
+from .options import Options
+from .passes.errors import BraidError, PartitionError
+from .passes.pipeline import Lowered
+from .plan.choose import NEAR, Candidate, Choice, braids, hides
+from .runtime.ghosts import Library
+from .schedule import FAMILIES, Placement, Schedule, ScheduleError
+from .simulate import BlockClock, Workload, at_clock
+from .simulate.memory import amount
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to trade time for memory: what it changes of ``Options``, and how it is called in sentences."""
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS: tuple[Variant, ...] = (Variant("everything kept"),)
+"""What is tried with every schedule, the fastest first: checkpointing and offload join this list."""
+
+GROW = ("gpipe", "looped_bfs")
+"""Schedules whose peak grows with the number of micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A schedule under a variant. make: it, for any number of micro-batches."""
+
+    variant: Variant
+    name: str
+    schedule: Schedule
+    make: Callable[[int], Schedule]
+
+    @property
+    def said(self) -> str:
+        """In sentences."""
+        return self.name if not self.variant.changes else f"{self.name} with {self.variant.name}"
+
+
+class Budget:
+    """What fits into ``nbytes`` a rank. ``trace``: a variant's model, cut into so many chunks, all of them.
+
+    ``asked``: the one schedule that is looked at, None for all that have a name. Peaks count parameters, gradients,
+    AdamW's state and all that a step needs, also inside units.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        options: Options,
+        sizes: tuple[int, int],
+        trace: Callable[[Options, int], Lowered],
+        asked: Schedule | None = None,
+        variants: Sequence[Variant] = VARIANTS,
+    ) -> None:
+        self.nbytes, self.options = nbytes, options
+        self.p, self.dp = sizes
+        self.m = options.n_microbatches
+        self._trace = trace
+        self._traces: dict[tuple[str, int], Lowered | None] = {}
+        self._libraries: dict[str, Library] = {}
+        self._peaks: dict[tuple[str, str], int] = {}
+        self.ways = [
+            Way(variant, name, schedule, make)
+            for variant in variants
+            for name, schedule, make in self._schedules(asked)
+            if self.lowered(variant, schedule.n_chunks) is not None
+        ]
+
+    def lowered(self, variant: Variant, n_chunks: int) -> Lowered | None:
+        """The trace; None where the model can't be cut into as many chunks."""
+        key = variant.name, n_chunks
+        if key not in self._traces:
+            try:
+                self._traces[key] = self._trace(replace(self.options, **variant.changes), n_chunks)
+            except PartitionError:
+                self._traces[key] = None
+        return self._traces[key]
+
+    def _schedules(self, asked: Schedule | None) -> Iterator[tuple[str, Schedule, Callable[[int], Schedule]]]:
+        if asked is not None:
+            yield asked.name, asked, lambda m: asked
+            return
+        seen = set()
+        for name, family in FAMILIES.items():
+            if family.v not in (1, 2):
+                continue
+            for said, change in (
+                (name, _same),
+                (f"{name}, neighbours braided", schedules.braid),
+                (f"{name}, unbraided", schedules.unbraid),
+            ):
+
+                def make(
+                    m: int, name: str = name, change: Callable[[Schedule], Schedule] = change
+                ) -> Schedule:
+                    return self._settled(change(schedules.build(name, p=self.p, m=m)))
+
+                made = make(self.m)
+                live = max(schedules.peak_live(made)) * 2 // made.placement.v
+                if made.actions not in seen and live <= (self.options.max_live or live):
+                    seen.add(made.actions)
+                    yield said, made, make
+
+    def _settled(self, schedule: Schedule) -> Schedule:
+        if not self.options.braided:
+            schedule = schedules.unbraid(schedule)
+        return schedules.reproducible(schedule) if self.options.reproducible else schedule
+
+    def peak(self, way: Way) -> int:
+        """Bytes of the fullest rank. Steps of many micro-batches are looked at with 3p, behind which nothing grows."""
+        key = way.variant.name, way.name
+        if key not in self._peaks:
+            few = min(self.m, max(3 * self.p, 4))
+            short = way.schedule if way.name.split(",")[0] in GROW else way.make(few)
+            # A loss is kept for every micro-batch.
+            self._peaks[key] = self.exact(way, short) + 4 * (self.m - short.m)
+        return self._peaks[key]
+
+    def exact(self, way: Way, schedule: Schedule | None = None, ordered_by: Workload | None = None) -> int:
+        """The same for the whole step, with units in blocks ordered by costs."""
+        made = schedule or way.schedule
+        lowered = self.lowered(way.variant, made.n_chunks)
+        assert lowered is not None
+        options = replace(self.options, **way.variant.changes)
+        library = self._libraries.setdefault(
+            f"{way.variant.name} {made.n_chunks}", Library(fused=options.compile is not False)
+        )
+        return memory_of(lowered, made, options, self.dp, library=library, ordered_by=ordered_by).peak
+
+    def fitting(self) -> list[Way]:
+        """Every way that fits. Raises BraidError, with what the leanest needs, where there is none. Local; the same on
+        every rank."""
+        if not self.ways:
+            raise BraidError(
+                f"no schedule can be looked at for memory_budget={amount(self.nbytes)}: the model has too few layers "
+                f"for {self.p} chunks; lower pp_size"
+            )
+        found = [way for way in self.ways if self.peak(way) <= self.nbytes]
+        if not found:
+            leanest = min(self.ways, key=self.peak)
+            least = self.peak(leanest)
+            raise BraidError(
+                f"memory_budget={amount(self.nbytes)} can't be kept: the leanest of {len(self.ways)} ways to run, "
+                f"{leanest.said}, needs {amount(least)} on its fullest rank (parameters, gradients, AdamW's state and "
+                f"a step), {amount(least - self.nbytes)} more; raise the budget to that, use more ranks, or smaller "
+                "micro-batches"
+            )
+        return found
+
+
+def choose_under(
+    budget: Budget, costs: Callable[[Way], Workload], orders: Sequence[str], asked: str
+) -> tuple[Way, Choice, Workload]:
+    """The fastest way that fits. ``costs``: of a way's chunks. Every rank gets the same from the same costs."""
+    timed: list[tuple[float, int, Way, str, Workload]] = []
+    for way in budget.ways:
+        workload = costs(way)
+        for order in orders:
+            clock = BlockClock(workload, ordered_by=workload if order == "costs" else None)
+            timed.append((at_clock(way.schedule, clock).step_time, budget.peak(way), way, order, workload))
+    timed.sort(key=lambda one: one[:2])
+    inside = [one for one in timed if one[1] <= budget.nbytes]
+    fastest = inside[0][0]
+    near = sorted((one for one in inside if one[0] <= fastest * (1 + NEAR)), key=lambda one: one[1])
+    for _, _, way, order, workload in [*near, *(one for one in inside if one not in near)]:
+        peak = budget.exact(way, ordered_by=workload if order == "costs" else None)
+        if peak <= budget.nbytes:  # also in the order that units will have
+            break
+    else:
+        raise ScheduleError(
+            f"memory_budget={amount(budget.nbytes)} can't be kept with units ordered by costs; use order='paper'"
+        )
+    time = at_clock(way.schedule, _clock(workload, order)).step_time
+    best = Candidate(way.said, order, time, peak, braids(way.schedule))  # type: ignore[arg-type]
+    larger = [one for one in timed if one[0] < time * (1 - NEAR) and one[1] > budget.nbytes]
+    said = [
+        f"memory budget {amount(budget.nbytes)}: {way.said} needs {amount(peak)} on its fullest rank (parameters, "
+        f"gradients, AdamW's state and the step); {len({one[2].said for one in inside})} of {len(budget.ways)} ways fit"
+    ]
+    if larger:
+        more = min(larger, key=lambda one: one[1])
+        said.append(
+            f"the next larger budget that buys time is {amount(more[1])}: {more[2].said} would take {more[0]:.6g}, "
+            f"{100 * (1 - more[0] / time):.1f} % less"
+        )
+    else:
+        said.append("a larger budget would buy no time")
+    others: list[Candidate] = []
+    for one in inside:
+        if one[2].said not in (way.said, *(other.name for other in others)) and len(others) < 3:
+            others.append(Candidate(one[2].said, one[3], one[0], one[1], braids(one[2].schedule)))  # type: ignore[arg-type]
+    choice = Choice(
+        asked,
+        way.schedule,
+        best,
+        None,
+        tuple(others),
+        len(timed),
+        workload.label,
+        hides(workload),
+        notes=tuple(said),
+    )
+    return way, choice, workload
+
+
+def own(lowered: Lowered, placement: Placement, rank: int) -> Lowered:
+    """A rank's chunks out of a trace of all."""
+    return replace(lowered, chunks={c: lowered.chunks[c] for c in placement.chunks_of(rank)})
+
+
+def _clock(workload: Workload, order: str) -> BlockClock:
+    return BlockClock(workload, ordered_by=workload if order == "costs" else None)
+
+
+def _same(schedule: Schedule) -> Schedule:
+    return schedule
+
+
+__all__ = ["VARIANTS", "Budget", "Variant", "Way", "choose_under", "own"]
