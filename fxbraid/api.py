@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import batch as batches
 from . import schedule as schedules
 from .agree import agree
 from .arguments import check_model, check_seed, checked, read_budget
 from .decide import Order
+from .inputs import Inputs
 from .memory import named
 from .model import BraidedModel
 from .offloading import Offload
@@ -64,6 +64,7 @@ def braid(
     master_weights: bool = False,
     bucket_mb: float = DEFAULT_MB,
     offload: Offload | None = None,
+    static_inputs: str | Sequence[str] = "auto",
     seed: int = 0,
 ) -> BraidedModel:
     """Turn an unmodified Hugging Face model into this rank's part of a tensor- and pipeline-parallel one.
@@ -114,6 +115,9 @@ def braid(
             (docs/offload.md). "chunk0": those of every rank's first chunk, which live longest; a fraction: at most that
             share of them; a function (chunk, unit) -> bool: those that the units make for which it is true, of any
             chunk. Results are the same to the bit.
+        static_inputs: integer inputs whose values are part of a program, such as image grids (docs/multimodal.md): a
+            batch with other values is traced anew, ``max_programs`` times at most. "auto": those that the trace turns
+            out to need as numbers, which ``report()`` names.
         seed: of the values that a model on the meta device gets.
         max_live: of ``schedule="auto"``: the most chunk activations, at two chunks a rank, that a rank may hold.
         memory_budget: "60GiB", "80GB" or bytes: the most that any rank may need for parameters, gradients, AdamW's
@@ -238,8 +242,9 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
         asked = {**asked, "schedule": "stp" if budget is None else "auto"}
     if budget is not None:
         asked = {**asked, "memory_budget": read_budget(budget)}
-    collectives, order = checked(asked)
-    example_batch = batches.normal(asked["example_batch"])
+    inputs = Inputs.of(source.model)
+    collectives, order = checked(asked, inputs)
+    example_batch = inputs.complete(asked["example_batch"])
     schedule, m = asked["schedule"], asked["n_microbatches"]
     auto = isinstance(schedule, str) and schedule.lower() == "auto"
     check_grad_dtype(asked["grad_dtype"])

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import batch as batches
 from .decide import Order, check_order
+from .inputs import Inputs
 from .offloading import check_offload
 from .passes.block import COLLECTIVES, Collectives
 from .passes.checkpoint import check_policy
@@ -22,9 +22,10 @@ _FLAGS = ("braided", "reproducible", "sequence_parallel", "regather", "master_we
 _SIZES = ("tp_size", "pp_size", "dp_size", "max_live")
 
 
-def checked(asked: Mapping[str, Any]) -> tuple[Collectives, Order]:
-    """``asked``: the arguments of ``braid`` by name, the model left out. Returns ``collectives`` and ``order`` with
-    their defaults put in; raises :class:`BraidError` for anything that makes no sense, with what would."""
+def checked(asked: Mapping[str, Any], inputs: Inputs | None = None) -> tuple[Collectives, Order]:
+    """``asked``: the arguments of ``braid`` by name, the model left out; ``inputs``: what it takes. Returns
+    ``collectives`` and ``order`` with their defaults put in; raises :class:`BraidError` for anything that makes no
+    sense, with what would."""
     _kinds(asked)
     _plan_and_split(asked)
     braided, max_live = asked["braided"], asked["max_live"]
@@ -34,7 +35,7 @@ def checked(asked: Mapping[str, Any]) -> tuple[Collectives, Order]:
             f'max_live={max_live} bounds what schedule="auto" may choose, and schedule={asked["schedule"]!s} is '
             'chosen already; leave max_live out, or use schedule="auto"'
         )
-    batches.split(asked["example_batch"], asked["n_microbatches"])
+    (inputs or Inputs()).split(asked["example_batch"], asked["n_microbatches"])
     collectives = asked["collectives"]
     if collectives is None:
         collectives = "overlap" if braided else "blocking"
@@ -100,6 +101,17 @@ def _kinds(asked: Mapping[str, Any]) -> None:
     Artefacts(asked["compile"])
     check_policy(asked["checkpoint"])
     _one_of("loss_reduction", asked["loss_reduction"], ("auto", "sum", "mean"))
+    static = asked["static_inputs"]
+    names = (
+        not isinstance(static, str)
+        and isinstance(static, Sequence)
+        and all(isinstance(n, str) for n in static)
+    )
+    if static != "auto" and not names:
+        raise BraidError(
+            f'static_inputs={static!r}: use "auto", or names of inputs whose values are part of the program: '
+            '("image_grid_thw",)'
+        )
     _one_of("vocab_parallel", asked["vocab_parallel"], (True, False, "auto"))
     mesh, schedule = asked["device_mesh"], asked["schedule"]
     if mesh is not None and not isinstance(mesh, DeviceMesh):

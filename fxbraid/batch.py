@@ -53,23 +53,33 @@ def batch_size(batch: Mapping[str, Any]) -> int:
     return int(tensors[lead].shape[0])
 
 
-def split(batch: Mapping[str, Any], n_microbatches: int) -> dict[str, list[Any]]:
-    """Per input, its value for each micro-batch.
-
-    Tensors are cut along dim 0 into equal parts; tensors without a batch dimension (0-d, or dim 0 of size 1 beside
-    a larger batch) and constants go to every micro-batch whole. Raises :class:`BraidError` with the numbers.
-    """
+def check_rows(size: int, n_microbatches: int) -> None:
+    """Raise :class:`BraidError` where a batch of ``size`` samples has no ``n_microbatches`` equal parts."""
     if n_microbatches < 1:
         raise BraidError(f"n_microbatches={n_microbatches} must be 1 or more")
-    size = batch_size(batch)
     if size % n_microbatches:
         ways = [str(d) for d in range(1, size + 1) if size % d == 0]
         text = ways[0] if len(ways) == 1 else ", ".join(ways[:-1]) + " or " + ways[-1]
         raise BraidError(f"n_microbatches={n_microbatches} does not divide the batch of {size}; use {text}")
+
+
+def split(
+    batch: Mapping[str, Any], n_microbatches: int, *, dims: Mapping[str, int] | None = None
+) -> dict[str, list[Any]]:
+    """Per input, its value for each micro-batch.
+
+    Tensors are cut along dim 0 (or what ``dims`` says) into equal parts; tensors without a batch dimension (0-d, or
+    dim 0 of size 1 beside a larger batch) and constants go to every micro-batch whole. Raises :class:`BraidError` with
+    the numbers.
+    """
+    size = batch_size(batch)
+    check_rows(size, n_microbatches)
     parts: dict[str, list[Any]] = {}
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
             parts[name] = [value] * n_microbatches
+        elif dims and name in dims and value.shape[dims[name]] == size:
+            parts[name] = list(value.split(size // n_microbatches, dim=dims[name]))
         elif value.shape[0] == size:
             parts[name] = list(value.split(size // n_microbatches))
         elif value.shape[0] == 1:

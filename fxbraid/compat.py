@@ -7,8 +7,8 @@ Each is checked by ``tests/test_compat.py``, which fails loudly where a torch ve
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "BufferAOTInput",
@@ -62,6 +63,7 @@ __all__ = [
     "standalone_compile",
     "storage_key",
     "timeout_of",
+    "without_modes",
 ]
 
 
@@ -178,6 +180,13 @@ def below_autograd() -> AbstractContextManager[Any]:
     all-reduce and its wait, whose autograd kernels are slow fallbacks, then take 5 microseconds of the host and not
     20. Views that are made inside do not know their base, and version counters stand still."""
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Operators run for real, outside of the trace that is being made."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def holders(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from .budget import Budget
 from .decide import Asked, Decision, decide, decide_under
 from .explained import Explained
 from .gradients import Gradients, Nonfinite
+from .inputs import values_of
 from .observe import Watch, observed, watch
 from .offloading import Offloading, offloading
 from .options import Options, Plan
@@ -33,7 +34,7 @@ from .runtime.profile import make_profile, order_from
 from .runtime.record_step import record
 from .schedule import Placement, Schedule, forward_only
 from .source import Source, agreed
-from .state import skeleton, take, uses
+from .state import constants_of, skeleton, take, uses
 from .tracing import Tracer
 from .weights import Checkpoint, Loaded
 
@@ -65,7 +66,7 @@ class BraidedModel(Explained):
         self._engines = {}
         self._artefacts = Artefacts(options.compile)
         self._tracer = Tracer(skeleton(model), mesh, options)
-        self._example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
+        self._example = self._tracer.inputs.example(example_batch)
         self._decision = None
         if options.memory_budget is not None:
             schedule = self._fit(example_batch, schedule, options.memory_budget)
@@ -93,7 +94,10 @@ class BraidedModel(Explained):
         self.loaded: Loaded = source.loaded()
         self._replicas = Replicas(mesh)
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        self._replicas.compare({**self._state, **parameters})
+        # Constants of static inputs are a batch's and not the model's.
+        layout = constants_of(lowered, self.source, mesh.device) if lowered.static else {}
+        held = {name: value for name, value in self._state.items() if name not in layout}
+        self._replicas.compare({**held, **parameters})
         self._gradients = Gradients(
             lowered,
             self._uses,
@@ -106,7 +110,7 @@ class BraidedModel(Explained):
         #: steps whose gradients :meth:`clip_grad_norm_` has dropped, since they were not finite
         self.skipped_steps = 0
         self._offloading = self._offload(lowered if model.training else None)
-        key = (batches.signature(example_batch, options.n_microbatches), model.training)
+        key = (self._signature(example_batch), model.training)
         self._engines[key] = self._engine(lowered, training=model.training)
         self._last = next(iter(self._engines.values()))
         self._observed = None
@@ -313,7 +317,7 @@ class BraidedModel(Explained):
             lowered,
             self._schedule if training else forward_only(self._schedule),
             self._mesh,
-            state=self._state,
+            state=self._state_of(lowered),
             slots=self._gradients.slots,
             artefacts=self._artefacts,
             collectives=self._options.collectives,
@@ -324,13 +328,23 @@ class BraidedModel(Explained):
             offload=self._offloading.plan_for(lowered) if training and self._offloading is not None else None,
         )
 
+    def _state_of(self, lowered: Lowered) -> dict[str, Tensor]:
+        """Parameters and buffers, and the constants of one trace, which may have other values than another's."""
+        return {**self._state, **constants_of(lowered, self.source, self._mesh.device)}
+
     def _engine_for(self, batch: Mapping[str, Any], *, training: bool) -> Engine:
-        key = (batches.signature(batch, self._options.n_microbatches), training)
+        key = (self._signature(batch), training)
         if key not in self._engines:
             if len(self._engines) >= self._options.max_programs:
+                static = sorted(name for name in self._tracer.static if name in batch)
+                bucket = (
+                    f"the values of {', '.join(static)} are part of a program, so bucket the data: resize images to "
+                    "few sizes, and put as many of each size into every micro-batch"
+                )
                 raise BraidError(
                     f"this batch ({key[0]}) would be program number {len(self._engines) + 1}, and max_programs is "
-                    f"{self._options.max_programs}; pad batches to fewer shapes, or raise max_programs"
+                    f"{self._options.max_programs}; {bucket if static else 'pad batches to fewer shapes'}, or raise "
+                    "max_programs"
                 )
             lowered = self._tracer.lower(batch, self._schedule.placement, training=training)
             known = {(chunk, name) for uses in self._uses.values() for chunk, name in uses}
@@ -340,8 +354,12 @@ class BraidedModel(Explained):
                     f"with these inputs the model reads {new[0]}, which it did not read with the example batch; "
                     "braid() with an example that has all the inputs of training"
                 )
+            key = (self._signature(batch), training)  # the trace may have found static inputs
             self._engines[key] = self._engine(lowered, training=training)
         return self._engines[key]
+
+    def _signature(self, batch: Mapping[str, Any]) -> batches.Signature:
+        return self._tracer.inputs.signature(batch, self._options.n_microbatches, self._tracer.static)
 
     def _prepare(self, given: Mapping[str, Any], *, training: bool) -> tuple[Watch, dict[str, list[Any]]]:
         """The engine for a batch, watched from here on, and its inputs. What speaks against it is raised before any
@@ -350,14 +368,15 @@ class BraidedModel(Explained):
 
         def prepare() -> tuple[Watch, dict[str, list[Any]]]:
             self._check_unchanged()
-            batch = batches.normal(given)
+            batch = self._tracer.inputs.complete(given)
             begun = watch(self._engine_for(batch, training=training))
             return begun, self._inputs(begun.engine, batch)
 
         if self._mesh.dp_size > 1 and not self._knows(given, training=training):
             # Shapes first, then their trace: they are new on all replicas or refused on all.
-            self._replicas.together(lambda: batches.split(batches.normal(given), m), given)
-        begun, inputs = self._replicas.together(prepare, given)
+            takes = self._tracer.inputs
+            self._replicas.together(lambda: takes.split(takes.complete(given), m), self._told(given))
+        begun, inputs = self._replicas.together(prepare, self._told(given))
         lowered = begun.engine.lowered
         if lowered.count is not None and begun.engine.has_last:
             totals = self._replicas.counts(self._count(lowered, lowered.count, inputs))
@@ -367,16 +386,23 @@ class BraidedModel(Explained):
 
     def _knows(self, given: Mapping[str, Any], *, training: bool) -> bool:
         try:
-            known = batches.signature(batches.normal(given), self._options.n_microbatches)
+            known = self._signature(self._tracer.inputs.complete(given))
         except BraidError:
             return False
         return (known, training) in self._engines
 
+    def _told(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What replicas compare of a batch: shapes, and the values that are part of a program."""
+        static = {n for n in self._tracer.static if isinstance(given.get(n), Tensor)}
+        return {**given, **{name: values_of(given[name]) for name in static}}
+
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         self._masters.refresh()
-        m = self._options.n_microbatches
-        engine.lowered.checks.check(batch, lambda: batches.split(batch, m))
-        micro = batches.split(batches.move(batch, self._mesh.device), m)
+        m, split = self._options.n_microbatches, self._tracer.inputs.split
+        parts = split(batch, m)
+        engine.lowered.checks.check(batch, lambda: parts)
+        engine.lowered.check_selected(parts, m)
+        micro = split(batches.move(batch, self._mesh.device), m)
         return {name: values for name, values in micro.items() if isinstance(values[0], Tensor)}
 
     def _count(

@@ -45,6 +45,7 @@ class Options:
     autocast: torch.dtype | None = None
     bucket_mb: float = DEFAULT_MB
     offload: Offload | None = None
+    static_inputs: str | Sequence[str] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

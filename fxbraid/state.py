@@ -81,6 +81,20 @@ def constant(model: nn.Module, lowered: Lowered, name: str) -> Tensor:
     return value
 
 
+def constants_of(lowered: Lowered, model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """What this trace made of values and reads as tensors, by name: another trace may have others of the same name."""
+    known = dict(model.named_buffers(remove_duplicate=False))
+    read = {name for chunk in lowered.chunks.values() for name in chunk.joint.state.values()}
+    return {
+        name: value.detach().to(device, copy=True)
+        for name, value in lowered.constants.items()
+        if name in read
+        and name not in known
+        and isinstance(value, Tensor)
+        and not isinstance(value, FakeTensor)
+    }
+
+
 def take(
     root: nn.Module,
     source: Source,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import batch as batches
+from .inputs import Inputs, first
 from .options import Options
 from .passes.pipeline import Lowered, lower_model
 from .runtime.mesh import Mesh
@@ -21,19 +21,29 @@ class Tracer:
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options) -> None:
         self.model = model
+        self.inputs = Inputs.of(model)
+        #: names of the inputs whose values are part of a program, as far as traces have shown
+        self.static: set[str] = (
+            set() if isinstance(options.static_inputs, str) else set(options.static_inputs)
+        )
         self._mesh, self._options = mesh, options
         self._split: str | Sequence[int] = options.split
         self._vocabulary: tuple[str, ...] | None = None
+        self._inferred: Mapping[str, str] | None = None
 
     def settle(self, lowered: Lowered) -> None:
-        """Layers per chunk, and the parameters that are cut over the vocabulary, stay those of ``lowered``."""
+        """Layers per chunk, an inferred plan, and the parameters that are cut over the vocabulary, stay those of
+        ``lowered``."""
         self._vocabulary = tuple(sorted(lowered.vocabulary))
         self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
+        self._inferred = lowered.plan.inferred
 
     def under(self, options: Options) -> Tracer:
         """The same for other ``options``, with what is settled."""
         other = Tracer(self.model, self._mesh, options)
         other._split, other._vocabulary = self._split, self._vocabulary
+        other._inferred = self._inferred
+        other.static = self.static
         return other
 
     def lower(
@@ -44,13 +54,14 @@ class Tracer:
         training: bool = True,
         everything: bool = False,
     ) -> Lowered:
-        """The units of this rank's chunks (``everything``: of all) for a whole ``batch``, of which only shapes, dtypes
-        and constants are read."""
+        """The units of this rank's chunks (``everything``: of all) for a whole, completed ``batch``, of which only
+        shapes, dtypes, constants and layouts of images are read."""
         options = self._options
-        micro = {name: values[0] for name, values in batches.split(batch, options.n_microbatches).items()}
+        parts, filled = self.inputs.cut(batch, options.n_microbatches)
+        micro = first(parts)
         # Whatever the caller's mode is: a trace without gradients would have none for ever.
         with torch.inference_mode(False), torch.enable_grad():
-            return lower_model(
+            lowered = lower_model(
                 self.model.train(training),
                 micro,
                 n_chunks=placement.n_chunks,
@@ -66,4 +77,9 @@ class Tracer:
                 checkpoint=options.checkpoint,
                 device=self._mesh.device,
                 autocast=options.autocast,
+                static_inputs=options.static_inputs,
+                inferred=self._inferred,
+                filled=[kind.pixels for kind in self.inputs.kinds if kind.pixels in micro] if filled else (),
             )
+        self.static |= lowered.static
+        return lowered

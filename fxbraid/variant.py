@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from . import batch as batches
 from . import schedule as schedules
 from .decide import Asked, Decision, decide
+from .inputs import first
 from .model import BraidedModel
 from .offloading import Offload
 from .passes.block import Collectives
@@ -48,7 +48,7 @@ def variant(
             f"{schedule.name} places chunks as {schedule.placement}, and the model was built for "
             f"{model.schedule.placement}; call braid() for it"
         )
-    given, known = (_micro_shapes(*one) for one in ((example_batch, schedule.m), _example(model)))
+    given, known = (_micro_shapes(model, *one) for one in ((example_batch, schedule.m), _example(model)))
     if given != known:
         raise BraidError(
             f"micro-batches of {given} are not those that the model was built for, {known}; call braid() for them"
@@ -65,13 +65,15 @@ def variant(
     twin.__dict__.update(model.__dict__)
     if decision is not None:
         decision = replace(decision, lowered=lowered)
-    example = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in example_batch.items()}
+    inputs = model._tracer.inputs
+    example_batch = inputs.complete(example_batch)
+    example = inputs.example(example_batch)
     twin.__dict__.update(_schedule=schedule, _options=options, _example=example, _decision=decision)
     twin.__dict__.update(_engines={}, _observed=None, _everything=model._everything)
     twin.__dict__.update(_tracer=model._tracer.under(options))
     twin.__dict__.update(_offloading=twin._offload(lowered))
     engine = twin._engine(lowered, training=True)
-    twin._engines[batches.signature(example_batch, schedule.m), True] = engine
+    twin._engines[twin._signature(example_batch), True] = engine
     twin._last = engine
     return twin
 
@@ -100,6 +102,7 @@ def _example(model: BraidedModel) -> tuple[Mapping[str, Any], int]:
     return model._example, model._options.n_microbatches
 
 
-def _micro_shapes(batch: Mapping[str, Any], m: int) -> dict[str, Any]:
-    values = {name: parts[0] for name, parts in batches.split(batches.normal(batch), m).items()}
+def _micro_shapes(model: BraidedModel, batch: Mapping[str, Any], m: int) -> dict[str, Any]:
+    inputs = model._tracer.inputs
+    values = first(inputs.split(inputs.complete(batch), m))
     return {k: (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for k, v in sorted(values.items())}

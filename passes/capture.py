@@ -13,11 +13,13 @@ Contract: (traceable copy of the model, one micro-batch of fake inputs) -> :clas
           ...
           return (cross_entropy_loss, logits)      # outputs == ("loss", "logits")
 
-``use_cache=False`` holds for the trace only: the copy has a config of its own.
+``use_cache=False`` holds for the trace only: the copy has a config of its own. What the trace may know of the values
+of inputs is in ``passes.values``.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import traceback
@@ -32,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from ..compat import FakeTensor, FakeTensorMode, fx_graph_cse
 from .errors import CaptureError, UnsupportedError
+from .values import Count, Given, Needed, Values
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -56,6 +59,8 @@ class Captured:
     outputs: tuple[str, ...]
     #: tensors that the forward makes or holds outside of parameters and buffers, by their name in the graph
     constants: Mapping[str, Any] = field(default_factory=dict)
+    #: how many entries masks of the inputs select, which the shapes of the graph depend on
+    counts: tuple[Count, ...] = ()
 
 
 def capture(
@@ -63,10 +68,13 @@ def capture(
     kwargs: Mapping[str, Any],
     *,
     fake_mode: FakeTensorMode,
+    given: Given | None = None,
 ) -> Captured:
-    """Trace ``module(**kwargs)``; non-tensor values in ``kwargs`` are constants of the trace.
+    """Trace ``module(**kwargs)``; non-tensor values in ``kwargs`` are constants of the trace, and so are the static
+    inputs of ``given``.
 
-    Raises :class:`CaptureError` naming the module and source line where tracing stopped, and
+    Raises :class:`CaptureError` naming the module and source line where tracing stopped
+    (:class:`~fxbraid.passes.values.Needed` where it stopped for want of an input's numbers), and
     :class:`UnsupportedError` for dropout and for buffers that the forward writes.
     """
     accepted = inspect.signature(module.forward).parameters
@@ -77,22 +85,78 @@ def capture(
             f"{type(module).__name__}.forward has no keyword {', '.join(map(repr, unknown))}; "
             f"it takes {', '.join(accepted)}"
         )
-    call = {name: _fake(value, fake_mode) for name, value in kwargs.items()}
-    config = getattr(module, "config", None)
-    if config is not None and hasattr(config, "use_cache"):
-        config.use_cache = False
-        if "use_cache" in accepted:
-            call["use_cache"] = False
-    with _where_it_stops(module) as stack:
+    static = given.static if given is not None else {}
+    call = {name: _fake(value, fake_mode) for name, value in kwargs.items() if name not in static}
+    if _without_cache(module) and "use_cache" in accepted:
+        call["use_cache"] = False
+    with _where_it_stops(module) as stack, _knowing(module, given, stack) as values:
         try:
             exported = torch.export.export(module, (), call, strict=False)
+        except Needed:
+            raise
         except Exception as error:
-            raise CaptureError(_explain(module, error, stack)) from error
+            text = _explain(module, error, stack)
+            if values is not None and values.needed:
+                raise Needed(text, frozenset(values.needed)) from error
+            raise CaptureError(text) from error
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
     if any(_writes(node) for graph in graphs for node in graph.nodes):
         # Export leaves in-place operators as they are; what follows takes a functional graph.
         exported = exported.run_decompositions({})
-    return _canonicalise(exported, module, call)
+    captured = _canonicalise(exported, module, call)
+    if values is None:
+        return captured
+    captured.graph_module.graph.eliminate_dead_code()  # what the model's own checks of values have left
+    _check_sizes(captured.graph_module.graph, module, values)
+    return replace(captured, counts=tuple(values.counts))
+
+
+def _without_cache(module: nn.Module) -> bool:
+    """Switch it off in every config of the copy, also in those of its parts; False where none knows of one."""
+    configs = [getattr(module, "config", None)]
+    configs += [getattr(configs[0], name, None) for name in getattr(configs[0], "sub_configs", ())]
+    found = [config for config in configs if hasattr(config, "use_cache")]
+    for config in found:
+        config.use_cache = False
+    return bool(found)
+
+
+@contextmanager
+def _knowing(module: nn.Module, given: Given | None, stack: list[str]) -> Iterator[Values | None]:
+    """The forward of ``module`` runs under :class:`Values`, and gets its static inputs."""
+    if given is None:
+        yield None
+        return
+    values = Values(given, lambda: (stack[-1] if stack else "") or type(module).__name__)
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def knowing(*args: Any, **kwargs: Any) -> Any:
+        with values.over(kwargs):
+            return forward(*args, **kwargs, **given.static)
+
+    own = "forward" in vars(module)
+    module.forward = knowing
+    try:
+        yield values
+    finally:
+        if own:
+            module.forward = forward
+        else:
+            del module.forward
+
+
+def _check_sizes(graph: fx.Graph, module: nn.Module, values: Values) -> None:
+    """No size in the graph hangs on what a tensor holds."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        sizes = val.shape if isinstance(val, Tensor) else (val,)
+        if any(isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat) for size in sizes):
+            raise Needed(
+                f"{type(module).__name__} does not trace: the size of {node.name} ({node.target}) depends on the "
+                f"values of its inputs, {', '.join(sorted(values.needed)) or 'none of which is an integer input'}",
+                frozenset(values.needed),
+            )
 
 
 def _fake(value: Any, fake_mode: FakeTensorMode) -> Any:

@@ -15,7 +15,7 @@ features that are read elsewhere as well, leave a pair whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -107,15 +107,20 @@ class Inferred:
         return replace(self, patterns=rest, left=(*self.left, *left))
 
 
-def infer_plan(graph: fx.Graph) -> Inferred:
-    """See the module's docstring. Empty patterns where nothing can be cut."""
-    linears = {n: name for n in graph.nodes if (name := _module_of(n)) is not None}
+def infer_plan(graph: fx.Graph, *, tower: Collection[fx.Node] = (), alone: bool = False) -> Inferred:
+    """See the module's docstring. ``tower``: nodes of a tower of a larger model, whose linears count outside of
+    numbered layers as well; ``alone``: no others do. Empty patterns where nothing can be cut."""
+    linears = {
+        n: name
+        for n in graph.nodes
+        if (n in tower or not alone) and (name := _module_of(n, numbered=n not in tower)) is not None
+    }
     votes: dict[str, set[str]] = {}
     left: dict[str, str] = {}
     heads: set[str] = set()
     groups: list[frozenset[str]] = []
     for node, name in linears.items():
-        found = _sources(node, linears)
+        found = _sources(node, linears, pairs=node not in tower)
         pattern = _pattern(name)
         if isinstance(found, str):
             left[pattern] = found
@@ -126,7 +131,7 @@ def infer_plan(graph: fx.Graph) -> Inferred:
         groups.append(frozenset({pattern, *(_pattern(linears[s]) for s in sources), *map(_pattern, scalars)}))
         for parameter in sorted(scalars):
             votes.setdefault(_pattern(parameter), set()).add("colwise")
-        fused = attention and len(sources) == 1 and _is_split(next(iter(sources)))
+        fused = attention and len(sources) == 1 and _is_split(next(iter(sources)), stacked=node in tower)
         votes.setdefault(pattern, set()).add("rowwise_split_input" if fused else "rowwise")
         for source in (n for n in linears if n in sources):  # in the graph's order, the same on every rank
             style = "colwise_gather_output" if fused else "colwise"
@@ -136,8 +141,8 @@ def infer_plan(graph: fx.Graph) -> Inferred:
     return Inferred(patterns, kept, frozenset(heads), tuple(dict.fromkeys(groups)))
 
 
-def _module_of(node: fx.Node) -> str | None:
-    """The module of a linear inside a numbered layer."""
+def _module_of(node: fx.Node, *, numbered: bool) -> str | None:
+    """The module of a linear; ``numbered``: of one inside a numbered layer."""
     if node.op != "call_function" or node.target not in _LINEARS:
         return None
     weight = node.args[_LINEARS[node.target][1]]  # type: ignore[index]
@@ -146,7 +151,7 @@ def _module_of(node: fx.Node) -> str | None:
     if not isinstance(weight, fx.Node) or not weight.meta.get("is_parameter"):
         return None
     name = str(weight.target).rpartition(".")[0]
-    return name if re.search(r"\.\d+\.", name) else None
+    return name if not numbered or re.search(r"\.\d+\.", name) else None
 
 
 def _pattern(name: str) -> str:
@@ -158,8 +163,11 @@ def _layer(name: str) -> str:
     return match[0] if match else ""
 
 
-def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node], bool, set[str]] | str:
-    """The linears that ``row``'s input comes from, whether attention lies between, and the parameters with one number
+def _sources(
+    row: fx.Node, linears: Mapping[fx.Node, str], *, pairs: bool
+) -> tuple[set[fx.Node], bool, set[str]] | str:
+    """``pairs``: heads must not be told apart by their number (else what follows the plan's values will find it). The
+    linears that ``row``'s input comes from, whether attention lies between, and the parameters with one number
     per head that meet it; or why it can't be cut."""
     start = row.args[_LINEARS[row.target][0]]  # type: ignore[index]
     sources: set[fx.Node] = set()
@@ -180,7 +188,7 @@ def _sources(row: fx.Node, linears: Mapping[fx.Node, str]) -> tuple[set[fx.Node]
         name = getattr(node.target, "_opname", "")
         if _MIXING.search(name) and not _by_head(node):
             return f"{name} lies before it"
-        if _pairs_heads(node, name):
+        if pairs and _pairs_heads(node, name):
             return f"{name} over heads lies before it"
         attention = attention or bool(_ATTENTION.search(name))
         between.add(node)
@@ -236,8 +244,9 @@ def _is_activation(node: fx.Node) -> bool:
     return any(n.op == "placeholder" for n in above) and any(n.meta.get("is_parameter") for n in above)
 
 
-def _is_split(node: fx.Node) -> bool:
-    """Are the features of a linear taken apart side by side (and not head by head)?"""
+def _is_split(node: fx.Node, *, stacked: bool) -> bool:
+    """Are the features of a linear taken apart side by side (and not head by head)? ``stacked``: also where a view
+    makes them a dimension of their own, [..., 3, heads, size]."""
     users: Iterable[fx.Node] = node.users
     while len(list(users)) == 1:
         user = next(iter(users))
@@ -245,6 +254,9 @@ def _is_split(node: fx.Node) -> bool:
         if name in _SPLITTING:
             return True
         if name not in ("view", "reshape") or user.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
-            return False
+            if not (stacked and name in ("view", "reshape")):
+                return False
+            parts = user.meta["val"].shape[node.meta["val"].ndim - 1 :]
+            return len(parts) == 3 and parts[0] == 3
         users = user.users
     return all(getattr(u.target, "_opname", "") in _SPLITTING for u in users)

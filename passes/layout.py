@@ -16,7 +16,7 @@ A vocabulary that does not divide is padded: every rank holds equally many rows,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -136,3 +136,5 @@ class TpPlan:
     params: Mapping[str, ParamShard]
     notes: tuple[str, ...]
     partial: frozenset[str] = frozenset()
+    #: what was inferred from the graph: patterns and styles as in ``tp_plan``
+    inferred: Mapping[str, str] = field(default_factory=dict)

@@ -37,6 +37,7 @@ from .. import compat
 from .autocast import write_casts
 from .capture import Captured, fake_inputs
 from .checkpoint import Checkpointing, choose_units
+from .errors import BraidError, UnsupportedError
 from .joint import joint, split
 from .loss import Normalised, loss_alone, normalise_loss
 from .partition import Chunk, Partition, keyed_layers, partition
@@ -45,8 +46,11 @@ from .saves import choose_saves
 from .sequence import shard_sequence
 from .settle import settle
 from .shard import Sharded, TpPlan, kept_whole
+from .static import InputValues
+from .surplus import reads_surplus
 from .trace import trace
 from .units import ChunkUnits, unique_names, units
+from .values import Count
 from .verify import verify_split, verify_units
 from .vocab import Wanted, input_weights, shard_vocabulary
 from .vocab_check import Checks, read_checks
@@ -76,8 +80,25 @@ class Lowered:
     vocabulary: frozenset[str] = frozenset()
     #: what token ids and labels of a batch must satisfy
     checks: Checks = field(default_factory=Checks)
+    #: inputs whose values are part of the program
+    static: frozenset[str] = frozenset()
+    #: how many entries masks of the inputs select in every micro-batch
+    selected: tuple[Count, ...] = ()
     #: what the chunks' graphs were traced with
     fake_mode: compat.FakeTensorMode | None = None
+
+    def check_selected(self, micro: Mapping[str, Sequence[Any]], m: int) -> None:
+        """Raise :class:`BraidError` for one of the ``m`` micro-batches in which a mask selects another number."""
+        for i in range(m) if self.selected else ():
+            values = {name: parts[i] for name, parts in micro.items()}
+            for count in self.selected:
+                found = count.of(values)
+                if found != count.number:
+                    raise BraidError(
+                        f"in {count.where} a mask selects {found} entries in micro-batch {i}, and the program was "
+                        f"traced for {count.number}: its shapes depend on that number; make it the same in all "
+                        "micro-batches"
+                    )
 
 
 def lower_model(
@@ -98,6 +119,9 @@ def lower_model(
     least_saved: bool = True,
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
+    static_inputs: str | Collection[str] = "auto",
+    filled: Collection[str] = (),
+    inferred: Mapping[str, str] | None = None,
     verify: bool | None = None,
 ) -> Lowered:
     """Run the passes up to ``units``.
@@ -109,13 +133,16 @@ def lower_model(
     ``checkpoint``: whose activations are computed again in the backward (pass ``checkpoint``). ``least_saved=False``
     leaves out pass ``saves``: the backward keeps all that it reads, as a measure of what the pass is worth.
     ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut. ``autocast``:
-    trace as under ``torch.autocast`` to this type.
+    trace as under ``torch.autocast`` to this type. ``static_inputs``: the integer inputs whose values are constants of
+    the trace, or "auto" for those that it needs as numbers. ``filled``: inputs of images that are zeros in some
+    micro-batches, which the model must not read there. ``inferred``: the plan that an earlier trace has inferred.
     The model is not modified.
     """
     device = torch.device(device)
     verify = os.environ.get("FXBRAID_VERIFY") == "1" if verify is None else verify
     fake_mode = compat.FakeTensorMode()
     inputs = fake_inputs(microbatch, fake_mode=fake_mode, device=device)
+    values = InputValues.of(microbatch, static_inputs)
     forward = _forward(
         model,
         inputs,
@@ -128,6 +155,9 @@ def lower_model(
         fake_mode=fake_mode,
         device=device,
         autocast=autocast,
+        values=values,
+        filled=filled,
+        inferred=inferred,
     )
     captured = forward.captured
     parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training)
@@ -151,6 +181,8 @@ def lower_model(
         vocabulary=forward.vocabulary,
         checks=forward.checks,
         fake_mode=fake_mode,
+        static=frozenset(values.static),
+        selected=captured.counts,
     )
 
 
@@ -179,11 +211,19 @@ def _forward(
     fake_mode: compat.FakeTensorMode,
     device: torch.device,
     autocast: torch.dtype | None,
+    values: InputValues,
+    filled: Collection[str],
+    inferred: Mapping[str, str] | None,
 ) -> _Forward:
     """The passes from ``shard`` to ``autocast``. ``inputs``: those of a micro-batch, tensors as fake ones; everything
     else as in :func:`lower_model`."""
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device)
+        sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device, values, inferred)
+        if filled and (why := reads_surplus(captured.graph_module.graph, filled)):
+            raise UnsupportedError(
+                f"micro-batches have different numbers of images, and to fill them up with images of zeros is not "
+                f"exact here: {why}; give every micro-batch as many images, or use n_microbatches=1"
+            )
         if training:
             captured = loss_alone(captured)
         normalised = normalise_loss(captured, loss_reduction=loss_reduction)

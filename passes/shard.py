@@ -205,13 +205,24 @@ def _patterns(model: nn.Module, tp_plan: str | Mapping[str, str]) -> dict[str, s
     return dict(tp_plan)
 
 
+def _names(model: nn.Module) -> list[str]:
+    """Of modules and parameters."""
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+
+
+def matching(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``patterns`` that match a module or parameter."""
+    names = _names(model)
+    return {p: style for p, style in patterns.items() if any(_match(name, (p,)) for name in names)}
+
+
 def _check_patterns(model: nn.Module, patterns: Mapping[str, str]) -> None:
     """A user's pattern that matches nothing is a mistake that would only show as less parallelism than asked for."""
     if not patterns:
         raise PlanError(
             'tp_plan={} names no module; pass "auto", a dict of module patterns to styles, or use tp_size=1'
         )
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    names = _names(model)
     for pattern in patterns:
         if not any(_match(name, (pattern,)) for name in names):
             raise PlanError(
@@ -247,6 +258,11 @@ def has_plan(model: nn.Module) -> bool:
     except PlanError:
         return True  # it has one, which does not fit: sharding says so
     return bool(draft.modules or draft.params)
+
+
+def covers(patterns: Iterable[str], parameter: str) -> bool:
+    """Does one of ``patterns`` match a parameter or the module that it belongs to?"""
+    return any(_match(name, patterns) for name in (parameter, parameter.rpartition(".")[0]))
 
 
 def _match(name: str, patterns: Iterable[str]) -> str | None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .. import compat
 from . import adapters
@@ -25,7 +25,10 @@ from .cuts import Finding
 from .errors import BraidError, CaptureError, PlanError
 from .follow import follow
 from .infer import Inferred, infer_plan
-from .shard import Sharded, has_plan, shard
+from .shard import Sharded, covers, has_plan, matching, own_plan, shard
+from .static import InputValues
+from .towers import PIXELS, cost_of_whole, tower
+from .values import Needed
 
 Plan = str | Mapping[str, str]
 Traced = tuple[Sharded, Captured]
@@ -39,6 +42,16 @@ class _Tracer:
     inputs: Mapping[str, Any]
     fake_mode: compat.FakeTensorMode
     device: torch.device
+    values: InputValues
+
+    def _capture(self, module: nn.Module) -> Captured:
+        """With the static inputs that are known of, and those that it turns out to need."""
+        while True:
+            given = self.values.given(self.device)
+            try:
+                return capture(module, self.inputs, fake_mode=self.fake_mode, given=given)
+            except Needed as error:
+                self.values.add(error)
 
     def once(self, tp_size: int, plan: Plan, packed: Mapping[str, int], *, whole: bool = False) -> Traced:
         """Shard and capture; ``packed``: into how many equal sections to cut a parameter. ``whole``: with the marks of
@@ -52,13 +65,13 @@ class _Tracer:
             packed=packed,
             whole=whole,
         )
-        return sharded, capture(sharded.module, self.inputs, fake_mode=self.fake_mode)
+        return sharded, self._capture(sharded.module)
 
     def without_adapters(self) -> Captured:
         """The graph at full size, each adapted module running what it adapts alone."""
         sharded = shard(self.model, tp_size=1, tp_plan={}, fake_mode=self.fake_mode, device=self.device)
         adapters.set_aside(sharded.module)
-        return capture(sharded.module, self.inputs, fake_mode=self.fake_mode)
+        return self._capture(sharded.module)
 
     def traces_whole(self) -> bool:
         try:
@@ -75,17 +88,25 @@ def trace(
     tp_plan: Plan,
     fake_mode: compat.FakeTensorMode,
     device: torch.device,
+    values: InputValues | None = None,
+    inferred: Mapping[str, str] | None = None,
 ) -> Traced:
-    """See the module's docstring. ``inputs``: keyword arguments, tensors as fake ones. Raises :class:`PlanError` for a
-    plan with which the ranks would compute something else than the model."""
-    tracer = _Tracer(model, inputs, fake_mode, device)
+    """See the module's docstring. ``inputs``: keyword arguments, tensors as fake ones. ``values``: of those; the static
+    ones are added to it. ``inferred``: what an earlier trace of this model has inferred, and shards lie by. Raises
+    :class:`PlanError` for a plan with which the ranks would compute something else than the model."""
+    values = InputValues() if values is None else values
+    tracer = _Tracer(model, inputs, fake_mode, device, values)
     if tp_size == 1:
         sharded, captured = tracer.once(1, tp_plan, {})
-    elif tp_plan != "auto" or has_plan(model):
+    elif tp_plan != "auto":
         sharded, captured = _planned(tracer, tp_size, tp_plan)
+    elif inferred:
+        sharded, captured = _with(tracer, tp_size, Inferred(inferred), _own(model), exactly=True)
+    elif has_plan(model):
+        sharded, captured = _with_towers(tracer, tp_size)
     else:
         sharded, captured = _inferred(tracer, tp_size)
-    return sharded, merge(captured)
+    return _noted(sharded, values.notes), merge(captured)
 
 
 def _planned(tracer: _Tracer, tp_size: int, plan: Plan) -> Traced:
@@ -110,16 +131,20 @@ def _planned(tracer: _Tracer, tp_size: int, plan: Plan) -> Traced:
     return sharded, captured
 
 
-def _compared(tracer: _Tracer, plan: Plan, sharded: Sharded, captured: Captured) -> list[Finding]:
-    """What the ranks would compute otherwise than the model on full shapes, with the same marks."""
+def _compared(
+    tracer: _Tracer, plan: Plan, sharded: Sharded, captured: Captured, own: Mapping[str, str] | None = None
+) -> list[Finding]:
+    """What the ranks would compute otherwise than the model on full shapes, with the same marks. ``own``: patterns of
+    the model's own plan, whose authors say that it is right."""
     _, full = tracer.once(sharded.plan.tp_size, plan, {}, whole=True)
-    return follow(
+    findings = follow(
         captured.graph_module.graph,
         sharded.plan,
         sharded.canonical,
         full=full.graph_module.graph,
         held=(captured.constants, full.constants),
     )
+    return [f for f in findings if f.definite or not own or not covers(own, f.owner)]
 
 
 def _sentence(findings: list[Finding]) -> str:
@@ -179,26 +204,78 @@ def _inferred(tracer: _Tracer, tp_size: int) -> Traced:
     """With the plan that follows from the graph; where that fails for what lies in attention, without attention; else
     with what of it runs."""
     name = type(tracer.model).__name__
-    found = _wrapped(infer_plan(merge(tracer.without_adapters()).graph_module.graph))
+    full = merge(tracer.without_adapters())
+    nodes = tower(full)
+    found = _wrapped(infer_plan(full.graph_module.graph, tower=nodes))
     if not found.patterns:
         raise PlanError(
             f"{name} has no tensor-parallel plan (model._tp_plan), and none follows from its graph "
             f"({'; '.join(found.left) or 'no linears in numbered layers'}); pass tp_plan={{...}}, or use tp_size=1"
         )
     try:
-        return _with(tracer, tp_size, found)
+        traced = _as_far_as_it_runs(tracer, tp_size, found, {})
+    except _Nothing as nothing:
+        raise _does_not_run(name, found, nothing.error) from nothing.error
+    return _with_cost(traced, full, nodes)
+
+
+def _own(model: nn.Module) -> dict[str, str]:
+    """The model's own plan, without patterns that match nothing; empty where it has none."""
+    return matching(model, own_plan(model)) if has_plan(model) else {}
+
+
+def _with_towers(tracer: _Tracer, tp_size: int) -> Traced:
+    """With the model's own plan, and with an inferred one for a tower that it leaves out."""
+    if not any(name in PIXELS for name in tracer.inputs):
+        return _planned(tracer, tp_size, "auto")
+    full = merge(tracer.without_adapters())
+    nodes = tower(full)
+    own = _own(tracer.model)
+    found = _wrapped(infer_plan(full.graph_module.graph, tower=nodes, alone=True))
+    found = replace(found, patterns={p: s for p, s in found.patterns.items() if p not in own})
+    try:
+        if not found.patterns:
+            raise _Nothing(found.left)
+        traced = _as_far_as_it_runs(tracer, tp_size, found, own)
+    except _Nothing as nothing:
+        sharded, captured = _planned(tracer, tp_size, "auto")
+        traced = _noted(sharded, list(nothing.left)), captured
+    return _with_cost(traced, full, nodes)
+
+
+def _with_cost(traced: Traced, full: Captured, nodes: Collection[fx.Node]) -> Traced:
+    """With a note of what the tower ``nodes`` of the graph at full size costs where it stays whole."""
+    sharded, captured = traced
+    return _noted(
+        sharded, cost_of_whole(full, nodes, sharded.plan.styles.keys(), sharded.plan.tp_size)
+    ), captured
+
+
+class _Nothing(Exception):
+    """No inferred linear can be cut: ``left`` says why, ``error`` what went wrong first."""
+
+    def __init__(self, left: tuple[str, ...], error: BraidError | None = None) -> None:
+        super().__init__()
+        self.left, self.error = left, error
+
+
+def _as_far_as_it_runs(tracer: _Tracer, tp_size: int, found: Inferred, own: Mapping[str, str]) -> Traced:
+    """With ``found`` beside ``own``; where that fails for what lies in attention, without attention; else with what of
+    it runs."""
+    try:
+        return _with(tracer, tp_size, found, own)
     except BraidError as error:
         rest = found.without_attention(_first_sentence(error))
         with contextlib.suppress(BraidError):
             if rest.patterns:
-                return _with(tracer, tp_size, rest)
-        rest = _group_by_group(tracer, tp_size, found)
+                return _with(tracer, tp_size, rest, own)
+        rest = _group_by_group(tracer, tp_size, found, own)
         if not rest.patterns:
-            raise _does_not_run(name, found, error) from error
-        return _with(tracer, tp_size, rest)
+            raise _Nothing(rest.left, error) from error
+        return _with(tracer, tp_size, rest, own)
 
 
-def _group_by_group(tracer: _Tracer, tp_size: int, found: Inferred) -> Inferred:
+def _group_by_group(tracer: _Tracer, tp_size: int, found: Inferred, own: Mapping[str, str]) -> Inferred:
     """What runs of ``found``: linears that belong together are tried with those that have run before them."""
     kept = replace(found, patterns={}, left=())
     left = list(found.left)
@@ -207,7 +284,7 @@ def _group_by_group(tracer: _Tracer, tp_size: int, found: Inferred) -> Inferred:
             name: style for name, style in found.patterns.items() if name in group or name in kept.patterns
         }
         try:
-            _with(tracer, tp_size, replace(kept, patterns=tried))
+            _with(tracer, tp_size, replace(kept, patterns=tried), own)
         except BraidError as error:
             left.append(f"{', '.join(sorted(group))} stays whole: {_first_sentence(error)}")
         else:
@@ -226,20 +303,27 @@ def _wrapped(found: Inferred) -> Inferred:
     )
 
 
-def _with(tracer: _Tracer, tp_size: int, found: Inferred) -> Traced:
-    """Without the linears between which the ranks would compute something else."""
+def _with(
+    tracer: _Tracer, tp_size: int, found: Inferred, own: Mapping[str, str], *, exactly: bool = False
+) -> Traced:
+    """``found`` beside ``own``, without the linears between which the ranks would compute something else; ``exactly``:
+    with all of them, or raise."""
     while True:
-        sharded, captured = _in_sections(tracer, tp_size, found.patterns)
-        findings = _compared(tracer, found.patterns, sharded, captured)
+        plan = {**own, **found.patterns}
+        sharded, captured = _in_sections(tracer, tp_size, plan)
+        findings = _compared(tracer, plan, sharded, captured, own)
         if not findings:
+            sharded = replace(sharded, plan=replace(sharded.plan, inferred=dict(found.patterns)))
             return _noted(sharded, [*found.notes, *found.left]), captured
+        if exactly:
+            raise PlanError(_sentence(findings))
         rest = found.without({adapters.without_base(f.owner): f.text for f in reversed(findings)})
         if not rest.patterns or rest.patterns == found.patterns:
             raise PlanError(_sentence(findings))
         found = rest
 
 
-def _does_not_run(name: str, found: Inferred, error: BraidError) -> PlanError:
+def _does_not_run(name: str, found: Inferred, error: BraidError | None) -> PlanError:
     plan = ", ".join(f"{pattern}: {style}" for pattern, style in found.patterns.items())
     return PlanError(
         f"{name} has no tensor-parallel plan (model._tp_plan), and the one that follows from its graph ({plan}) "

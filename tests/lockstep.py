@@ -7,8 +7,9 @@ the order of schedules, blocks and messages, which the tests in real processes c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxbraid import batch as batches
 from fxbraid import outputs
+from fxbraid.inputs import Inputs, first
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import TP_GATHER, TP_MAX, TP_SCATTER
 from fxbraid.passes.pipeline import Lowered, lower_model
@@ -44,11 +46,11 @@ def step(
     **options: Any,
 ) -> Ranks:
     """Forward and backward of ``batch`` in ``m`` micro-batches on ``tp`` x ``n_chunks`` ranks."""
-    micro = batches.split(batches.normal(batch), m)
+    micro, lower = _micro(model, batch, m)
     if lowered is None:
-        first = {k: v[0] for k, v in micro.items()}
-        lowered = lower_model(model, first, n_chunks=n_chunks, tp_size=tp, **options)
+        lowered = lower(n_chunks=n_chunks, tp_size=tp, **options)
     lowered.checks.check(batch, lambda: micro)
+    lowered.check_selected(micro, m)
     runner = _Runner(model, lowered, tp)
     counts = _counts(lowered, micro, m)
     losses = [runner.run({k: v[i] for k, v in micro.items()} | counts) for i in range(m)]
@@ -68,9 +70,8 @@ def forward(
     **options: Any,
 ) -> dict[str, list[Tensor]]:
     """What ``eval`` returns of ``batch``, by (flat) name: one value per TP rank, micro-batches put together."""
-    micro = batches.split(batches.normal(batch), m)
-    first = {k: v[0] for k, v in micro.items()}
-    lowered = lower_model(model, first, n_chunks=n_chunks, tp_size=tp, training=False, **options)
+    micro, lower = _micro(model, batch, m)
+    lowered = lower(n_chunks=n_chunks, tp_size=tp, training=False, **options)
     lowered.checks.check(batch, lambda: micro)
     runner = _Runner(model, lowered, tp)
     counts = _counts(lowered, micro, m)
@@ -83,6 +84,16 @@ def forward(
         name: [rule([out[k][rank] for out in results]) for rank in range(tp)]
         for k, (name, rule) in enumerate(together.items())
     }
+
+
+def _micro(
+    model: nn.Module, batch: Mapping[str, Any], m: int
+) -> tuple[dict[str, list[Any]], Callable[..., Lowered]]:
+    """The micro-batches of ``batch``, and what traces the first of them."""
+    inputs = Inputs.of(model)
+    micro, filled = inputs.cut(inputs.complete(batch), m)
+    pixels = [kind.pixels for kind in inputs.kinds if kind.pixels in micro] if filled else ()
+    return micro, partial(lower_model, model, first(micro), filled=pixels)
 
 
 def _counts(lowered: Lowered, micro: Mapping[str, list[Any]], m: int) -> dict[str, Tensor]:
