@@ -398,11 +398,17 @@ class BraidedModel(Explained):
 
     def _inputs(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         self._masters.refresh()
-        m, split = self._options.n_microbatches, self._tracer.inputs.split
-        parts = split(batch, m)
+        m, takes = self._options.n_microbatches, self._tracer.inputs
+        parts, filled = takes.cut(batch, m)
+        engine.lowered.check_filled(filled)
         engine.lowered.checks.check(batch, lambda: parts)
         engine.lowered.check_selected(parts, m)
-        micro = split(batches.move(batch, self._mesh.device), m)
+        device = self._mesh.device
+        if takes.kinds:  # cut on the host, where tokens say whose image is whose
+            rows = [batches.move({name: part[i] for name, part in parts.items()}, device) for i in range(m)]
+            micro = {name: [row[name] for row in rows] for name in parts}
+        else:
+            micro = takes.split(batches.move(batch, device), m)
         return {name: values for name, values in micro.items() if isinstance(values[0], Tensor)}
 
     def _count(

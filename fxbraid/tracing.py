@@ -79,7 +79,7 @@ class Tracer:
                 autocast=options.autocast,
                 static_inputs=options.static_inputs,
                 inferred=self._inferred,
-                filled=[kind.pixels for kind in self.inputs.kinds if kind.pixels in micro] if filled else (),
             )
+        lowered.check_filled(filled)
         self.static |= lowered.static
         return lowered

@@ -113,7 +113,7 @@ def capture(
 
 def _without_cache(module: nn.Module) -> bool:
     """Switch it off in every config of the copy, also in those of its parts; False where none knows of one."""
-    configs = [getattr(module, "config", None)]
+    configs: list[Any] = [getattr(module, "config", None)]
     configs += [getattr(configs[0], name, None) for name in getattr(configs[0], "sub_configs", ())]
     found = [config for config in configs if hasattr(config, "use_cache")]
     for config in found:

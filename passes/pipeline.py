@@ -48,6 +48,7 @@ from .settle import settle
 from .shard import Sharded, TpPlan, kept_whole
 from .static import InputValues
 from .surplus import reads_surplus
+from .towers import PIXELS, without_features
 from .trace import trace
 from .units import ChunkUnits, unique_names, units
 from .values import Count
@@ -84,8 +85,19 @@ class Lowered:
     static: frozenset[str] = frozenset()
     #: how many entries masks of the inputs select in every micro-batch
     selected: tuple[Count, ...] = ()
+    #: where the model reads features of images that belong to no token; "" where it does not (pass ``surplus``)
+    surplus: str = ""
     #: what the chunks' graphs were traced with
     fake_mode: compat.FakeTensorMode | None = None
+
+    def check_filled(self, filled: bool) -> None:
+        """Raise :class:`UnsupportedError` where micro-batches were filled up with images of zeros, and the model reads
+        their features."""
+        if filled and self.surplus:
+            raise UnsupportedError(
+                "micro-batches have different numbers of images, and to fill them up with images of zeros is not exact "
+                f"here: {self.surplus}; give every micro-batch as many images, or use n_microbatches=1"
+            )
 
     def check_selected(self, micro: Mapping[str, Sequence[Any]], m: int) -> None:
         """Raise :class:`BraidError` for one of the ``m`` micro-batches in which a mask selects another number."""
@@ -120,7 +132,6 @@ def lower_model(
     device: torch.device | str = "cpu",
     autocast: torch.dtype | None = None,
     static_inputs: str | Collection[str] = "auto",
-    filled: Collection[str] = (),
     inferred: Mapping[str, str] | None = None,
     verify: bool | None = None,
 ) -> Lowered:
@@ -134,8 +145,7 @@ def lower_model(
     leaves out pass ``saves``: the backward keeps all that it reads, as a measure of what the pass is worth.
     ``vocab_parallel``: True, False, "auto", or the parameters that an earlier trace of this model cut. ``autocast``:
     trace as under ``torch.autocast`` to this type. ``static_inputs``: the integer inputs whose values are constants of
-    the trace, or "auto" for those that it needs as numbers. ``filled``: inputs of images that are zeros in some
-    micro-batches, which the model must not read there. ``inferred``: the plan that an earlier trace has inferred.
+    the trace, or "auto" for those that it needs as numbers. ``inferred``: the plan that an earlier trace has inferred.
     The model is not modified.
     """
     device = torch.device(device)
@@ -156,7 +166,6 @@ def lower_model(
         device=device,
         autocast=autocast,
         values=values,
-        filled=filled,
         inferred=inferred,
     )
     captured = forward.captured
@@ -183,6 +192,7 @@ def lower_model(
         fake_mode=fake_mode,
         static=frozenset(values.static),
         selected=captured.counts,
+        surplus=forward.surplus,
     )
 
 
@@ -196,6 +206,7 @@ class _Forward(NamedTuple):
     canonical: Mapping[str, str]
     vocabulary: frozenset[str]
     checks: Checks
+    surplus: str
 
 
 def _forward(
@@ -212,20 +223,14 @@ def _forward(
     device: torch.device,
     autocast: torch.dtype | None,
     values: InputValues,
-    filled: Collection[str],
     inferred: Mapping[str, str] | None,
 ) -> _Forward:
     """The passes from ``shard`` to ``autocast``. ``inputs``: those of a micro-batch, tensors as fake ones; everything
     else as in :func:`lower_model`."""
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         sharded, captured = trace(model, inputs, tp_size, tp_plan, fake_mode, device, values, inferred)
-        if filled and (why := reads_surplus(captured.graph_module.graph, filled)):
-            raise UnsupportedError(
-                f"micro-batches have different numbers of images, and to fill them up with images of zeros is not "
-                f"exact here: {why}; give every micro-batch as many images, or use n_microbatches=1"
-            )
-        if training:
-            captured = loss_alone(captured)
+        surplus = reads_surplus(captured.graph_module.graph, PIXELS)
+        captured = loss_alone(captured) if training else without_features(captured)
         normalised = normalise_loss(captured, loss_reduction=loss_reduction)
         checks = read_checks(normalised.captured)
         vocabulary = shard_vocabulary(
@@ -242,7 +247,7 @@ def _forward(
             captured, plan = shard_sequence(captured, plan, sharded.canonical)
     if autocast is not None:
         captured = write_casts(captured, autocast, device)
-    return _Forward(captured, plan, normalised, sharded.canonical, vocabulary.names, checks)
+    return _Forward(captured, plan, normalised, sharded.canonical, vocabulary.names, checks, surplus)
 
 
 @dataclass(frozen=True, slots=True)

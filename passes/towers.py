@@ -11,6 +11,7 @@ them. A tower is what is made from images and parameters alone; where it meets t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from torch import fx
 
@@ -35,6 +36,21 @@ def tower(captured: Captured, inputs: Iterable[str] = PIXELS) -> frozenset[fx.No
         elif any(n in found for n in node.all_input_nodes):
             found.add(node)
     return frozenset(found) if other else frozenset()
+
+
+def without_features(captured: Captured) -> Captured:
+    """The same graph without outputs that are a tower's alone (``image_outputs`` of transformers' models): they have a
+    row for each patch of a micro-batch, and not for each sample."""
+    output = captured.graph_module.graph.output_node()
+    values: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+    nodes = tower(captured)
+    kept = [i for i, node in enumerate(values) if node not in nodes]
+    if len(kept) == len(values):
+        return captured
+    output.args = (tuple(values[i] for i in kept),)
+    captured.graph_module.graph.eliminate_dead_code()
+    captured.graph_module.recompile()
+    return replace(captured, outputs=tuple(captured.outputs[i] for i in kept))
 
 
 def cost_of_whole(

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..compat import FakeTensor, without_modes
+from ..compat import FakeTensor, same_storage, without_modes
 from .errors import CaptureError
 
 #: How a tensor becomes numbers.
@@ -84,7 +84,7 @@ class Values(TorchFunctionMode):
         super().__init__()
         self._given, self._where = given, where
         self._made: dict[int, _Made] = {}
-        self._alive: list[Any] = []  # an id is taken again once its tensor is gone
+        self._alive: list[Tensor] = []  # an id is taken again once its tensor is gone
         self._real = {id(tensor) for tensor in given.static.values()}
         #: inputs that were read as numbers
         self.needed: set[str] = set()
@@ -124,10 +124,10 @@ class Values(TorchFunctionMode):
         if name == "__getitem__":
             args = self._counted(*args)
         elif name in ("new_zeros", "new_ones", "new_full", "new_empty", *_FACTORIES):
-            args = tuple(self._number(a, i) for i, a in enumerate(args))
+            args = tuple(map(self._number, args))
         result = func(*args, **kwargs)
         if isinstance(written, Tensor):
-            self._made.pop(id(written), None)
+            self._forget(written)
             return result
         return self._follow(func, args, kwargs, tensors, result)
 
@@ -165,9 +165,10 @@ class Values(TorchFunctionMode):
         if not fakes or any(id(t) not in self._made and not self._is_real(t) for t in tensors):
             return result
         names = frozenset().union(*(self._made[id(t)].names for t in fakes))
-        made = dict(self._made)
+        made = self._made
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         steps = [made[id(x)].make if isinstance(x, Tensor) and id(x) in made else None for x in leaves]
+        leaves = [x if step is None else None for x, step in zip(leaves, steps, strict=True)]
 
         def make(inputs: Mapping[str, Tensor]) -> Any:
             values = [x if step is None else step(inputs) for x, step in zip(leaves, steps, strict=True)]
@@ -182,6 +183,12 @@ class Values(TorchFunctionMode):
                 self._alive.append(out)
         return result
 
+    def _forget(self, written: Tensor) -> None:
+        """What shares memory with a tensor that was written no longer follows from inputs as it did."""
+        for tensor in self._alive if written.dtype in _INTEGERS else ():
+            if tensor is written or same_storage(tensor, written):
+                self._made.pop(id(tensor), None)
+
     def _note(self, tensors: Sequence[Any]) -> None:
         for tensor in tensors:
             if id(tensor) in self._made:
@@ -190,14 +197,6 @@ class Values(TorchFunctionMode):
                     raise Needed(
                         f"{self._where()} reads {', '.join(sorted(found))} as numbers", frozenset(found)
                     )
-
-    def _value(self, tensor: Tensor) -> Any:
-        """Of the micro-batch that is traced; None where it is not known."""
-        made = self._made.get(id(tensor))
-        if made is None or not made.names <= self._given.known.keys():
-            return None
-        with without_modes():
-            return made.make(self._given.known)
 
     def _counted(self, source: Tensor, index: Any) -> tuple[Tensor, Any]:
         """``source[mask, ...]`` by places in the mask, of which there are as many as it has True."""
@@ -214,7 +213,7 @@ class Values(TorchFunctionMode):
             return source, index
         return source, tuple(found)
 
-    def _number(self, argument: Any, _: int) -> Any:
+    def _number(self, argument: Any) -> Any:
         """A count among the sizes of what is made."""
         if not isinstance(argument, FakeTensor) or argument.ndim or argument.dtype not in _INTEGERS:
             return argument
@@ -222,11 +221,12 @@ class Values(TorchFunctionMode):
         return argument if number is None else number
 
     def _count(self, tensor: Tensor, read: Callable[[Tensor], int]) -> int | None:
-        value = self._value(tensor)
-        if value is None:
+        """Read of the micro-batch that is traced; None where its values are not known."""
+        made = self._made.get(id(tensor))
+        if made is None or not made.names <= self._given.known.keys():
             self._note([tensor])
             return None
-        made = self._made[id(tensor)]
-        number = read(value)
+        with without_modes():
+            number = read(made.make(self._given.known))
         self.counts.append(Count(number, lambda inputs: read(made.make(inputs)), self._where()))
         return number

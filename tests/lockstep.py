@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +91,13 @@ def _micro(
     """The micro-batches of ``batch``, and what traces the first of them."""
     inputs = Inputs.of(model)
     micro, filled = inputs.cut(inputs.complete(batch), m)
-    pixels = [kind.pixels for kind in inputs.kinds if kind.pixels in micro] if filled else ()
-    return micro, partial(lower_model, model, first(micro), filled=pixels)
+
+    def lower(**options: Any) -> Lowered:
+        lowered = lower_model(model, first(micro), **options)
+        lowered.check_filled(filled)
+        return lowered
+
+    return micro, lower
 
 
 def _counts(lowered: Lowered, micro: Mapping[str, list[Any]], m: int) -> dict[str, Tensor]:

@@ -93,11 +93,16 @@ class Outcome:
 
 def make_model(name: str, *, tied: bool, layers: int, dtype: torch.dtype) -> nn.Module:
     """``qwen2`` and ``llama`` for float32; for float64 ``odd``, or any family of the zoo. ``name-frozen``: its first
-    layer and embedding have no gradients."""
+    layer and embedding have no gradients. ``images:name`` is a vision-language model (``multimodal``), and
+    ``images:name-tower`` the same with what that freezes."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    from . import families, odd
+    from . import families, multimodal, odd
 
+    if name.startswith("images:"):
+        family, _, frozen = name.removeprefix("images:").partition("-")
+        model = multimodal.make(family, text_num_hidden_layers=layers)
+        return (multimodal.freeze(model, frozen) if frozen else model).to(dtype)
     family, _, frozen = name.removeprefix("zoo:").partition("-frozen")
     if name == "odd":
         return odd.Odd(layers)
@@ -153,9 +158,26 @@ def make_batches(rows: int, m: int, *, mask: bool, steps: int) -> list[dict[str,
 
 
 def batches_of(model: str, rows: int, m: int, *, mask: bool, steps: int) -> list[dict[str, Any]]:
-    """:func:`make_batches` with what ``model`` takes beside them."""
+    """:func:`make_batches` with what ``model`` takes beside them, or batches of images."""
+    if model.startswith("images:"):
+        return _images(model.removeprefix("images:").partition("-")[0], rows, m, mask=mask, steps=steps)
     more = {"mixing": "left"} if model == "odd" else {}
     return [{**batch, **more} for batch in make_batches(rows, m, mask=mask, steps=steps)]
+
+
+def _images(name: str, rows: int, m: int, *, mask: bool, steps: int) -> list[dict[str, Any]]:
+    """One and two images a sample, and none: other samples have them in every micro-batch and step."""
+    from . import multimodal
+
+    def counts(step: int, mb: int) -> list[int]:
+        own = [1, 2, *([0] * rows)][:rows] if rows > 1 else [1]
+        turn = (step + mb) % rows
+        return own[turn:] + own[:turn]
+
+    return [
+        multimodal.batch(name, [n for mb in range(m) for n in counts(step, mb)], seed=step, mask=mask)
+        for step in range(steps)
+    ]
 
 
 @lru_cache(maxsize=8)
@@ -276,6 +298,7 @@ def share_traces() -> None:
         if config is None:
             return lower_model(source, micro, **options)  # a test's own class may close over anything
         shapes = {k: (tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else v for k, v in micro.items()}
+        grids = {k: v.tolist() for k, v in micro.items() if k.endswith("_grid_thw")}
         weights = [
             (n, tuple(p.shape), str(p.dtype), p.requires_grad)
             for n, p in source.named_parameters(remove_duplicate=False)
@@ -286,7 +309,9 @@ def share_traces() -> None:
         ]
         attention = getattr(config, "_attn_implementation", None)
         doubles = KeepDouble.entered > 0
-        key = repr((modules, config, attention, weights, shapes, doubles, sorted(options.items(), key=str)))
+        key = repr(
+            (modules, config, attention, weights, shapes, grids, doubles, sorted(options.items(), key=str))
+        )
         if key not in _TRACED:
             _TRACED[key] = lower_model(source, micro, **options)
         return _TRACED[key]
