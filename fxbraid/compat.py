@@ -57,6 +57,7 @@ __all__ = [
     "holders",
     "inductor_code",
     "is_fence",
+    "plain_index",
     "recompute_ancestors",
     "same_storage",
     "serves",
@@ -180,6 +181,20 @@ def below_autograd() -> AbstractContextManager[Any]:
     all-reduce and its wait, whose autograd kernels are slow fallbacks, then take 5 microseconds of the host and not
     20. Views that are made inside do not know their base, and version counters stand still."""
     return torch._C._AutoDispatchBelowAutograd()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def plain_index() -> Iterator[None]:
+    """Export takes ``x[i]`` in masks that transformers makes with vmap as the operator that it is, and not as a call of
+    an autograd function with a backward of its own (masks have none)."""
+    from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
+
+    kept = wrapped.mod_index
+    wrapped.mod_index = lambda x, indices: torch.ops.aten.index(x, indices)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        wrapped.mod_index = kept
 
 
 @contextmanager

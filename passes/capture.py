@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..compat import FakeTensor, FakeTensorMode, fx_graph_cse
+from ..compat import FakeTensor, FakeTensorMode, fx_graph_cse, plain_index
 from .errors import CaptureError, UnsupportedError
 from .values import Count, Given, Needed, Values
 
@@ -89,7 +89,7 @@ def capture(
     call = {name: _fake(value, fake_mode) for name, value in kwargs.items() if name not in static}
     if _without_cache(module) and "use_cache" in accepted:
         call["use_cache"] = False
-    with _where_it_stops(module) as stack, _knowing(module, given, stack) as values:
+    with _where_it_stops(module) as stack, _knowing(module, given, stack) as values, plain_index():
         try:
             exported = torch.export.export(module, (), call, strict=False)
         except Needed:

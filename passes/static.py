@@ -20,6 +20,7 @@ from .values import Given, Needed
 _TEXT = frozenset(
     {
         "input_ids",
+        "inputs_embeds",
         "labels",
         "attention_mask",
         "position_ids",
@@ -41,6 +42,8 @@ class InputValues:
     known: Mapping[str, Tensor] = field(default_factory=dict)
     static: set[str] = field(default_factory=set)
     auto: bool = True
+    #: are there inputs that are no text?
+    more: bool = False
 
     @classmethod
     def of(cls, microbatch: Mapping[str, Any], static: str | Collection[str]) -> InputValues:
@@ -52,22 +55,23 @@ class InputValues:
             and not (value.is_floating_point() or value.is_complex())
             and value.device.type != "meta"
         }
+        more = any(isinstance(value, Tensor) and name not in _TEXT for name, value in microbatch.items())
         if isinstance(static, str):
-            return cls(known)
+            return cls(known, more=more)
         for name in (n for n in static if n in microbatch and n not in known):
             value = microbatch[name]
             have = f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
             raise PlanError(
                 f"static_inputs: {name!r} must be an integer tensor with values, and it is {have}"
             )
-        return cls(known, {name for name in static if name in known}, auto=False)
+        return cls(known, {name for name in static if name in known}, auto=False, more=more)
 
     def given(self, device: torch.device) -> Given | None:
         """For ``capture``; None for text alone, which needs none of it."""
-        if not self.static and self.known.keys() <= _TEXT:
+        if not self.static and not self.more:
             return None
         could = self.known.keys() - self.static - _TEXT if self.auto else set()
-        static = {name: self.known[name].to(device) for name in sorted(self.static)}
+        static = {name: self.known[name].to(device, copy=True) for name in sorted(self.static)}
         return Given(static, self.known, frozenset(could))
 
     def add(self, error: Needed) -> None:

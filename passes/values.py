@@ -21,6 +21,7 @@ split, and a mask of image tokens picks as many hidden states as there are featu
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,11 @@ from ..compat import FakeTensor, same_storage, without_modes
 from .errors import CaptureError
 
 #: How a tensor becomes numbers.
-_READS = frozenset({"tolist", "item", "__int__", "__index__", "__bool__", "__float__", "__len__", "__iter__"})
+_READS = frozenset({"tolist", "item", "__int__", "__index__", "__bool__", "__float__"})
 #: Operators without tensor arguments that make one.
 _FACTORIES = frozenset({"arange", "tensor", "as_tensor", "zeros", "ones", "full", "empty", "eye", "linspace"})
+#: Those of them that make integers of integers.
+_OF_INTEGERS = frozenset({"arange", "tensor", "as_tensor"})
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -89,6 +92,7 @@ class Values(TorchFunctionMode):
         #: inputs that were read as numbers
         self.needed: set[str] = set()
         self.counts: list[Count] = []
+        self._counted_once: set[int] = set()
 
     def over(self, inputs: Mapping[str, Any]) -> Values:
         """This, for a forward that gets ``inputs``, by name."""
@@ -121,11 +125,13 @@ class Values(TorchFunctionMode):
             )
         if name in _READS:
             self._note(tensors[:1])
-        if name == "__getitem__":
-            args = self._counted(*args)
+        if name in ("__getitem__", "__setitem__"):
+            taken = (args[0], self._counted(args[1]), *args[2:])
         elif name in ("new_zeros", "new_ones", "new_full", "new_empty", *_FACTORIES):
-            args = tuple(map(self._number, args))
-        result = func(*args, **kwargs)
+            taken = tuple(map(self._number, args))
+        else:
+            taken = tuple(args)
+        result = func(*taken, **kwargs)
         if isinstance(written, Tensor):
             self._forget(written)
             return result
@@ -140,7 +146,8 @@ class Values(TorchFunctionMode):
         if tensors:
             return all(not isinstance(t, FakeTensor) and self._is_real(t) for t in tensors)
         dtype = kwargs.get("dtype")
-        return name in _FACTORIES and (dtype is None or dtype in _INTEGERS) and self._called_with_static()
+        integers = name in _OF_INTEGERS if dtype is None else name in _FACTORIES and dtype in _INTEGERS
+        return integers and self._called_with_static()
 
     def _called_with_static(self) -> bool:
         """Does the function that makes a tensor of nothing hold a static value in one of its variables?"""
@@ -198,8 +205,8 @@ class Values(TorchFunctionMode):
                         f"{self._where()} reads {', '.join(sorted(found))} as numbers", frozenset(found)
                     )
 
-    def _counted(self, source: Tensor, index: Any) -> tuple[Tensor, Any]:
-        """``source[mask, ...]`` by places in the mask, of which there are as many as it has True."""
+    def _counted(self, index: Any) -> Any:
+        """The index ``mask, ...`` by places in the mask, of which there are as many as it has True."""
         parts = index if isinstance(index, tuple) else (index,)
         found: list[Any] = []
         for part in parts:
@@ -209,9 +216,7 @@ class Values(TorchFunctionMode):
                 found.append(part)
             else:
                 found += torch.nonzero_static(part, size=number).unbind(1)
-        if len(found) == len(parts) and all(a is b for a, b in zip(found, parts, strict=True)):
-            return source, index
-        return source, tuple(found)
+        return tuple(found) if len(found) != len(parts) or any(map(operator.is_not, found, parts)) else index
 
     def _number(self, argument: Any) -> Any:
         """A count among the sizes of what is made."""
@@ -228,5 +233,7 @@ class Values(TorchFunctionMode):
             return None
         with without_modes():
             number = read(made.make(self._given.known))
-        self.counts.append(Count(number, lambda inputs: read(made.make(inputs)), self._where()))
+        if id(tensor) not in self._counted_once:
+            self._counted_once.add(id(tensor))
+            self.counts.append(Count(number, lambda inputs: read(made.make(inputs)), self._where()))
         return number

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import multimodal
+
 #: Coefficient of the auxiliary loss of a mixture of experts.
 AUX = 0.3
 #: An override that leaves a key of ``SIZES`` to the config. (A function as override takes the number of layers.)
@@ -88,6 +90,8 @@ class Family:
     overrides: tuple[tuple[str, Any], ...] = ()
     #: shown in the table
     remark: str = ""
+    #: a vision-language model (``multimodal``), whose layers are those of both towers
+    images: bool = False
 
 
 def family(
@@ -209,13 +213,24 @@ MORE = (
     Family("vaultgemma"),
     family("youtu", 1, _ATTENTION_WHOLE, **_COMPRESSED),
 )
-FAMILIES: dict[str, Family] = {family.name: family for family in (*CORE, *MORE)}
+_TOWER = "with images; one sum of each half for the merger"
+#: Vision-language models.
+IMAGES = (
+    Family("qwen2_vl", 2.25, remark=_TOWER, images=True),
+    Family("qwen2_5_vl", 2.25, remark=_TOWER, images=True),
+    Family("qwen3_vl", 2.5, remark="with images; the merger and one of an earlier layer", images=True),
+    Family("llava", 1.8, remark="with images; one sum of each half for the projector", images=True),
+    Family("gemma3", 2, remark="with images", images=True),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in (*CORE, *MORE, *IMAGES)}
 
 
 def make(family: Family, **overrides: Any) -> nn.Module:
     """A tiny float64 model of the family, in training mode, its experts as the loop that can't be traced."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if family.images:
+        return multimodal.make(family.name, **overrides)
     config: Any = AutoConfig.for_model(family.name)
     config = getattr(config, "text_config", config)
     wanted = {**SIZES, **dict(family.overrides), **overrides}

@@ -150,6 +150,12 @@ def make(name: str, **overrides: Any) -> nn.Module:
     return model.train()
 
 
+def layers(model: nn.Module) -> int:
+    """Of the vision tower and the language model."""
+    vision, text = model.config.vision_config, model.config.text_config  # type: ignore[union-attr]
+    return int(vision.num_hidden_layers + text.num_hidden_layers)  # type: ignore[union-attr, operator]
+
+
 Grid = tuple[int, int, int]
 _SQUARE: Grid = (1, 4, 4)
 

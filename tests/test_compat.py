@@ -135,6 +135,34 @@ def test_a_group_says_which_devices_it_serves(tmp_path) -> None:  # type: ignore
         dist.destroy_process_group()
 
 
+def test_without_modes_operators_run_for_real_inside_a_trace() -> None:
+    seen = []
+
+    class Reads(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with compat.without_modes():
+                seen.append((torch.arange(4) * 2).tolist())
+            return x + sum(seen[-1])
+
+    exported = torch.export.export(Reads(), (torch.zeros(2),), strict=False)
+    assert seen[0] == [0, 2, 4, 6]
+    assert [n.target for n in exported.graph.nodes if n.op == "call_function"] == [torch.ops.aten.add.Tensor]
+
+
+def test_an_index_in_a_vmapped_mask_is_one_operator() -> None:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    class Masks(torch.nn.Module):
+        def forward(self, groups: torch.Tensor) -> torch.Tensor:
+            with TransformGetItemToIndex():
+                return torch.vmap(lambda i: groups[i])(torch.tensor([2, 0]))
+
+    with compat.plain_index():
+        exported = torch.export.export(Masks(), (torch.arange(3),), strict=False)
+    assert exported.module()(torch.arange(3)).tolist() == [2, 0]
+    assert all(n.op != "get_attr" or "constant" in str(n.target) for n in exported.graph.nodes)
+
+
 def test_the_fake_backend_communicates_nothing() -> None:
     import torch.distributed as dist
 

@@ -17,7 +17,7 @@ from fxbraid.passes.joint import Phase
 from fxbraid.passes.marks import is_collective
 
 from . import lockstep, odd, zoo
-from .families import CORE, FAMILIES, MORE, Family, make
+from .families import CORE, FAMILIES, IMAGES, MORE, Family, make
 from .parity import KeepDouble, make_batches
 
 
@@ -58,7 +58,9 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in (*CORE, *MORE) if f.name not in QUICK], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "family", [f for f in (*CORE, *MORE, *IMAGES) if f.name not in QUICK], ids=lambda f: f.name
+)
 def test_every_family(family: Family) -> None:
     if family.name in REFUSED:
         with pytest.raises(BraidError, match=REFUSED[family.name]):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from . import odd, zoo
-from .families import CORE, FAMILIES, MORE
+from .families import CORE, FAMILIES, IMAGES, MORE
 from .parity import Case
 from .test_parity import run, same
 from .test_zoo import REFUSED
@@ -38,7 +38,7 @@ def test_four_ranks_share_two_heads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp"), zoo.LAYOUTS)
-@pytest.mark.parametrize("name", [f.name for f in (*CORE, *MORE) if f.name not in REFUSED])
+@pytest.mark.parametrize("name", [f.name for f in (*CORE, *MORE, *IMAGES) if f.name not in REFUSED])
 def test_families(name: str, tp: int, pp: int) -> None:
     """Three steps under two schedules, and to the bit the same where sums are made in one order."""
     assert zoo.run_ranks(FAMILIES[name], tp, pp) <= 1e-12

@@ -29,7 +29,7 @@ from fxbraid.passes.shard import has_plan
 from fxbraid.passes.vocab import COLUMNS_STYLE, ROWS_STYLE
 from fxbraid.runtime.launch import RankError, launch
 
-from . import lockstep, parity
+from . import lockstep, multimodal, parity
 from .families import CORE, FAMILIES, SIZES, Family, make, whole_loss
 
 SCHEDULES = ("1f1b", "stp")
@@ -68,12 +68,17 @@ def reference(model: nn.Module, batch: Mapping[str, Tensor], m: int) -> tuple[Te
 def run(family: Family, *, tp: int = 2, n_chunks: int = 2, m: int = 2, **overrides: Any) -> Row:
     """One step of the family on tp x n_chunks ranks in one process against the unsplit model."""
     model = make(family, **overrides)
-    batch = parity.make_batches(2, m, mask=True, steps=1)[0]
+    batch = parity.batches_of(model_name(family), 2, m, mask=True, steps=1)[0]
     with parity.KeepDouble():
         loss, grads = reference(model, batch, m)
         ranks = lockstep.step(model, batch, tp=tp, n_chunks=n_chunks, m=m, verify=True)
     errors = lockstep.errors(model, ranks, loss, grads)
     return describe(family, model, ranks.lowered, *errors)
+
+
+def model_name(family: Family) -> str:
+    """The family's name among those of ``parity``."""
+    return f"images:{family.name}" if family.images else f"zoo:{family.name}"
 
 
 def describe(family: Family, model: nn.Module, lowered: Lowered, loss: float, grad: float) -> Row:
@@ -85,7 +90,7 @@ def describe(family: Family, model: nn.Module, lowered: Lowered, loss: float, gr
         units.update(
             re.sub(r"\d+$|_c\d+.*$|\d+_.*$", "", u.name) for u in chunk.units[Phase.F] if u.index >= 0
         )
-    layers = lowered.partition.layers
+    layers = multimodal.layers(model) if family.images else lowered.partition.layers
     forward, backward = of_vocabulary(lowered)
     quiet = ("rows of the vocabulary", "inferred from the graph")
     return Row(
@@ -114,7 +119,9 @@ def of_vocabulary(lowered: Lowered) -> tuple[int, int]:
 
 def cases(name: str, tp: int, pp: int) -> list[parity.Case]:
     """Three steps in float64 under every schedule, plain and with sums in micro-batch order."""
-    base = parity.Case(model=f"zoo:{name}", tp=tp, pp=pp, dtype=torch.float64, m=3, steps=3)
+    base = parity.Case(
+        model=model_name(FAMILIES.get(name, Family(name))), tp=tp, pp=pp, dtype=torch.float64, m=3, steps=3
+    )
     plain = [replace(base, schedule=schedule) for schedule in SCHEDULES]
     return [*plain, *(replace(case, reproducible=True) for case in plain)]
 
