@@ -259,6 +259,7 @@ def _build(source: Source, asked: Mapping[str, Any]) -> BraidedModel:
         "order": order,
         "torch.autocast": {kind: ambient_autocast(torch.device(kind)) for kind in ("cpu", "cuda")},
     }
+    told |= {f"values of {name}": value for name, value in inputs.layout(example_batch).items()}
     told |= {
         "collectives": collectives,
         "schedule": schedule.lower() if isinstance(schedule, str) else schedule,

@@ -120,6 +120,12 @@ class Inputs:
             for name, value in batch.items()
         }
 
+    def layout(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of grids in ``batch``, by name: what ranks must agree on beside shapes."""
+        grids = (kind.grid for kind in self.kinds)
+        found = {name: batch[name] for name in grids if isinstance(batch.get(name), Tensor)}
+        return {name: values_of(grid) for name, grid in found.items() if grid.device.type != "meta"}
+
     def _dims(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """Inputs whose samples do not lie along dim 0: positions of three axes, [3, batch, tokens]."""
         positions = batch.get("position_ids")

@@ -100,8 +100,9 @@ def capture(
                 raise Needed(text, frozenset(values.needed)) from error
             raise CaptureError(text) from error
     graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    if any(_writes(node) for graph in graphs for node in graph.nodes):
-        # Export leaves in-place operators as they are; what follows takes a functional graph.
+    if any(_writes(node) or _vmapped(node) for graph in graphs for node in graph.nodes):
+        # Export leaves in-place operators and vmap (in masks of a model's own) as they are; what follows takes a
+        # functional graph.
         exported = exported.run_decompositions({})
     captured = _canonicalise(exported, module, call)
     if values is None:
@@ -181,6 +182,11 @@ def fake_inputs(
 def _writes(node: fx.Node) -> bool:
     """Does the node change one of its inputs?"""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _vmapped(node: fx.Node) -> bool:
+    """Does the node begin what runs under ``torch.vmap``?"""
+    return getattr(node.target, "__name__", "") == "_add_batch_dim"
 
 
 @contextmanager
