@@ -19,7 +19,6 @@ of inputs is in ``passes.values``.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import traceback
@@ -34,7 +33,7 @@ from torch.utils import _pytree as pytree
 
 from ..compat import FakeTensor, FakeTensorMode, fx_graph_cse, plain_index
 from .errors import CaptureError, UnsupportedError
-from .values import Count, Given, Needed, Values
+from .values import Count, Given, Needed, check_sizes, knowing
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -89,7 +88,7 @@ def capture(
     call = {name: _fake(value, fake_mode) for name, value in kwargs.items() if name not in static}
     if _without_cache(module) and "use_cache" in accepted:
         call["use_cache"] = False
-    with _where_it_stops(module) as stack, _knowing(module, given, stack) as values, plain_index():
+    with _where_it_stops(module) as stack, knowing(module, given, stack) as values, plain_index():
         try:
             exported = torch.export.export(module, (), call, strict=False)
         except Needed:
@@ -108,7 +107,7 @@ def capture(
     if values is None:
         return captured
     captured.graph_module.graph.eliminate_dead_code()  # what the model's own checks of values have left
-    _check_sizes(captured.graph_module.graph, module, values)
+    check_sizes(captured.graph_module.graph, module, values)
     return replace(captured, counts=tuple(values.counts))
 
 
@@ -120,44 +119,6 @@ def _without_cache(module: nn.Module) -> bool:
     for config in found:
         config.use_cache = False
     return bool(found)
-
-
-@contextmanager
-def _knowing(module: nn.Module, given: Given | None, stack: list[str]) -> Iterator[Values | None]:
-    """The forward of ``module`` runs under :class:`Values`, and gets its static inputs."""
-    if given is None:
-        yield None
-        return
-    values = Values(given, lambda: (stack[-1] if stack else "") or type(module).__name__)
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def knowing(*args: Any, **kwargs: Any) -> Any:
-        with values.over(kwargs):
-            return forward(*args, **kwargs, **given.static)
-
-    own = "forward" in vars(module)
-    module.forward = knowing
-    try:
-        yield values
-    finally:
-        if own:
-            module.forward = forward
-        else:
-            del module.forward
-
-
-def _check_sizes(graph: fx.Graph, module: nn.Module, values: Values) -> None:
-    """No size in the graph hangs on what a tensor holds."""
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        sizes = val.shape if isinstance(val, Tensor) else (val,)
-        if any(isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat) for size in sizes):
-            raise Needed(
-                f"{type(module).__name__} does not trace: the size of {node.name} ({node.target}) depends on the "
-                f"values of its inputs, {', '.join(sorted(values.needed)) or 'none of which is an integer input'}",
-                frozenset(values.needed),
-            )
 
 
 def _fake(value: Any, fake_mode: FakeTensorMode) -> Any:

@@ -21,14 +21,16 @@ split, and a mask of image tokens picks as many hidden states as there are featu
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -237,3 +239,41 @@ class Values(TorchFunctionMode):
             self._counted_once.add(id(tensor))
             self.counts.append(Count(number, lambda inputs: read(made.make(inputs)), self._where()))
         return number
+
+
+@contextmanager
+def knowing(module: nn.Module, given: Given | None, stack: list[str]) -> Iterator[Values | None]:
+    """The forward of ``module`` runs under :class:`Values`, and gets its static inputs."""
+    if given is None:
+        yield None
+        return
+    values = Values(given, lambda: (stack[-1] if stack else "") or type(module).__name__)
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with values.over(kwargs):
+            return forward(*args, **kwargs, **given.static)
+
+    own = "forward" in vars(module)
+    module.forward = run
+    try:
+        yield values
+    finally:
+        if own:
+            module.forward = forward
+        else:
+            del module.forward
+
+
+def check_sizes(graph: fx.Graph, module: nn.Module, values: Values) -> None:
+    """No size in the graph hangs on what a tensor holds."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        sizes = val.shape if isinstance(val, Tensor) else (val,)
+        if any(isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat) for size in sizes):
+            raise Needed(
+                f"{type(module).__name__} does not trace: the size of {node.name} ({node.target}) depends on the "
+                f"values of its inputs, {', '.join(sorted(values.needed)) or 'none of which is an integer input'}",
+                frozenset(values.needed),
+            )

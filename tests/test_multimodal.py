@@ -1,6 +1,7 @@
 """Vision-language models against the unsplit one: layouts of images, the tower's plan, frozen parts, programs per grid.
 
-In lockstep, all ranks in one process; in real processes with -m slow, under two schedules and for three steps.
+In lockstep, all ranks in one process; in real processes with -m slow, under two schedules and for three steps. Each
+trace is seconds of work, so that only the families and the programs by grid are in every run.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def test_one_two_and_no_images_on_two_by_two_ranks(name: str) -> None:
     assert "inferred from the graph, colwise" in notes
 
 
+@pytest.mark.slow
 def test_micro_batches_with_fewer_images_are_filled_up_where_that_is_exact() -> None:
     step(make("qwen2_vl"), batch("qwen2_vl", [1, 2, 0, 1]), tp=1, n_chunks=1)
     with pytest.raises(
@@ -62,6 +64,7 @@ def test_micro_batches_with_fewer_images_are_filled_up_where_that_is_exact() -> 
         step(make("qwen3_vl"), batch("qwen3_vl", [1, 2, 0, 1]), tp=1, n_chunks=1)
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide_stay_whole_and_the_report_says_what_that_costs() -> None:
     model = make("qwen2_vl", num_heads=1)
     notes = "\n".join(step(model, batch("qwen2_vl", [1, 0, 1, 0]), n_chunks=1).plan.notes)
@@ -70,6 +73,7 @@ def test_heads_that_do_not_divide_stay_whole_and_the_report_says_what_that_costs
     assert "visual.blocks.*.mlp.fc1: inferred from the graph, colwise" in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", multimodal.FROZEN)
 def test_frozen_parts_make_no_work(what: str) -> None:
     lowered = step(freeze(make("qwen2_vl"), what), batch("qwen2_vl", [1, 0, 1, 0]))
@@ -111,6 +115,7 @@ class TestPrograms:
             logits = plain.eval()(**wide).logits
         assert out.logits.shape == logits.shape and (out.logits - logits).abs().max() <= 1e-12
 
+    @pytest.mark.slow
     def test_static_inputs_can_be_named(self) -> None:
         example = batch("qwen2_vl", [1, 1])
         with pytest.raises(CaptureError, match="add it to static_inputs"):
