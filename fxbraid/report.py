@@ -12,6 +12,7 @@ from .passes.block import TIMING_ONLY, Collectives
 from .passes.cost import nbytes
 from .passes.joint import Phase
 from .passes.marks import COLLECTIVES
+from .passes.partition import Partition
 from .plan.choose import Choice
 from .runtime.engine import Engine
 from .runtime.mesh import Mesh
@@ -101,6 +102,17 @@ def _collectives(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}s" for name, count in counts.items()) or "0 all-reduces"
 
 
+def _towers(partition: Partition) -> list[str]:
+    """Which layers of which tower each chunk holds, where there is more than one tower."""
+    names = partition.names
+    if len({name.rpartition(".")[0] for name in names}) < 2:
+        return []
+    return [
+        f"chunk {chunk.index} holds {names[chunk.layers.start]} to {names[chunk.layers.stop - 1]}"
+        for chunk in partition.chunks
+    ]
+
+
 def make_report(
     engine: Engine,
     plan: Plan,
@@ -159,7 +171,7 @@ def make_report(
         compile=str(options.compile),
         braided=options.braided,
         collectives=options.collectives,
-        notes=(*plan.tp.notes, *below),
+        notes=(*plan.tp.notes, *_towers(plan.partition), *map(str, plan.partition.skips), *below),
         last_step=last_step,
         choice=choice,
         offload=offload,

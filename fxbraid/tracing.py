@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from .inputs import Inputs, first
 from .options import Options
+from .passes.partition import Split
 from .passes.pipeline import Lowered, lower_model
 from .runtime.mesh import Mesh
 from .schedule import Placement
@@ -27,15 +28,15 @@ class Tracer:
             set() if isinstance(options.static_inputs, str) else set(options.static_inputs)
         )
         self._mesh, self._options = mesh, options
-        self._split: str | Sequence[int] = options.split
+        self._split: Split = options.split
         self._vocabulary: tuple[str, ...] | None = None
         self._inferred: Mapping[str, str] | None = None
 
     def settle(self, lowered: Lowered) -> None:
-        """Layers per chunk, an inferred plan, and the parameters that are cut over the vocabulary, stay those of
+        """Where chunks begin, an inferred plan, and the parameters that are cut over the vocabulary, stay those of
         ``lowered``."""
         self._vocabulary = tuple(sorted(lowered.vocabulary))
-        self._split = [len(chunk.layers) for chunk in lowered.partition.chunks]
+        self._split = lowered.partition.cut
         self._inferred = lowered.plan.inferred
 
     def under(self, options: Options) -> Tracer:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -41,6 +42,42 @@ def flops(node: fx.Node) -> int:
     except (TypeError, ValueError, AssertionError, NotImplementedError):
         # A cost that can't be counted must not stop a trace: the node counts as free.
         return 0
+
+
+class StretchCost(NamedTuple):
+    """What a stretch of a model costs in F, in I and in W: FLOPs, or seconds."""
+
+    f: float = 0.0
+    i: float = 0.0
+    w: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.f + self.i + self.w
+
+    def __add__(self, other: tuple[float, ...]) -> StretchCost:  # type: ignore[override]
+        return StretchCost(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def phase_flops(node: fx.Node, moved: Container[fx.Node], live: Container[fx.Node]) -> StretchCost:
+    """Floating-point operations of one node of a forward, and of its part of the backward.
+
+    ``moved``: what depends on a trained parameter; ``live``: activations. A product has as many operations again for
+    each operand that has a gradient: those of weights are W. An attention kernel's backward computes its scores again:
+    two and a half times (Dao et al. 2022).
+    """
+    count = flops(node)
+    if not count:
+        return StretchCost()
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return StretchCost(count, 2.5 * count * any(n in moved for n in node.all_input_nodes), 0.0)
+    wide = [
+        n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].ndim > 1
+    ]
+    trained = [n for n in wide if n in moved]
+    through = sum(n in live for n in trained)
+    return StretchCost(count, count * min(through, 2), count * (through < len(trained)))
 
 
 def training_flops(graph: fx.Graph) -> int:

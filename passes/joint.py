@@ -31,7 +31,7 @@ from torch import fx
 from .. import compat
 from . import experts
 from .errors import UnsupportedError
-from .marks import CUT, TP_COPY, TP_GATHER, TP_JOIN, TP_SCATTER, TP_SHARE, is_collective, is_mark
+from .marks import CARRY, CUT, TP_COPY, TP_GATHER, TP_JOIN, TP_SCATTER, TP_SHARE, is_collective, is_mark
 from .partition import Chunk
 from .reach import ancestors, descendants
 
@@ -52,7 +52,9 @@ VIEWS = frozenset(
         aten.select.int,
     }
 )
-_NO_OPS = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, TP_COPY, TP_SHARE})
+_NO_OPS = frozenset(
+    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, TP_COPY, TP_SHARE, CARRY}
+)
 
 
 class Phase(StrEnum):
@@ -109,6 +111,7 @@ def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.Fake
     result = _describe(chunk, graph)
     _keep_layouts(result.graph)
     _drop_no_ops(result)
+    _dense_gradients(result)
     _gathers(result.graph)
     return result
 
@@ -278,6 +281,20 @@ def _drop_no_ops(result: JointGraph) -> None:
     for node in reversed(list(result.graph.nodes)):
         if node.op == "call_function" and not node.users:
             result.graph.erase_node(node)
+
+
+def _dense_gradients(result: JointGraph) -> None:
+    """What goes back over a boundary is laid out as the value that came over it, as the other chunk takes it."""
+    for k, node in enumerate(result.input_grads):
+        if not node.meta["val"].is_contiguous():
+            with result.graph.inserting_before(result.graph.output_node()):
+                dense = result.graph.call_function(
+                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+            dense.meta = {"val": node.meta["val"].contiguous(), "partitioner_tag": "is_backward"}
+            result.input_grads[k] = dense
+    out = result.graph.output_node()
+    out.args = ((*result.outputs, *result.input_grads, *result.param_grads.values()),)
 
 
 def split(result: JointGraph, *, training: bool = True) -> JointGraph:

@@ -12,6 +12,7 @@ logits on their way to the auxiliary loss): every rank then adds an equal part o
 ``tp_join`` and ``tp_slice`` lead to and from values that all ranks hold whole, with whole gradients: the last four
 stand where pass ``sequence`` cuts tokens.
 ``tp_max`` is the maximum that a softmax over a sharded vocabulary subtracts (pass ``vocab``).
+``carry`` stands where a chunk hands a boundary value on as it came; once autograd has seen it, nothing is left of it.
 All but ``tp_share`` and ``tp_slice`` never run: the passes replace every one of them before anything is executed. The
 eager kernels of the others exist for fake tensors and for reading a marked graph in one process, where t = 1 makes
 them the identity.
@@ -29,7 +30,7 @@ from .experts import is_grouped_product
 from .parts import from_parts, rank_part, run
 
 _LIBRARY = torch.library.Library("fxbraid", "DEF")
-for _name in ("tp_copy", "tp_reduce", "tp_max", "cut"):
+for _name in ("tp_copy", "tp_reduce", "tp_max", "cut", "carry"):
     _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
     # A clone and not the input itself: an operator of torch.library must not return an alias.
     _LIBRARY.impl(_name, lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -62,10 +63,12 @@ torch.library.register_autograd(
 _register("tp_copy", "tp_reduce")
 _register("tp_reduce", "tp_copy")
 _register("cut", "cut")
+_register("carry", "carry")
 
 TP_COPY = torch.ops.fxbraid.tp_copy.default
 TP_REDUCE = torch.ops.fxbraid.tp_reduce.default
 CUT = torch.ops.fxbraid.cut.default
+CARRY = torch.ops.fxbraid.carry.default
 TP_SHARE = torch.ops.fxbraid.tp_share.default
 TP_MAX = torch.ops.fxbraid.tp_max.default
 

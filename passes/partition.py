@@ -7,29 +7,33 @@ c - 1 as further placeholders ``boundary_0, ...`` and returns its own, the last 
     x1 = layer0(x, m)                   =>    m = mask(am)                  m = mask(am)      # made again
     loss = head(layer1(x1, m))                x1 = layer0(embed(ids), m)    loss = head(layer1(boundary_0, m))
 
-A value that depends on inputs alone (rotary tables, masks, position ids) is made again in each chunk that reads
-it and never sent. In ``eval`` what skips a chunk goes through it, so that the last one returns hidden states and
-router logits of all. ``cut`` marks go where a unit must end without a collective: after the embedding, and between
-layers of a model without TP marks.
+Chunks are runs of stretches (pass ``stretches``: layers of all towers, and what lies between them), cut where their
+costs balance. A value that depends on inputs alone (rotary tables, masks, position ids) is made again in each chunk
+that reads it and never sent. An activation that a later chunk than the next one reads (pass ``carry``) goes through
+the chunks between as one more boundary value. ``cut`` marks go where a unit must end without a collective: between
+layers and what is none, and between layers of a model without TP marks.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from .capture import Captured
-from .cost import flops
+from .carry import Skip, carry_on, dense, view_again
+from .cost import StretchCost, phase_flops
+from .cutting import Cut, Cutter, balanced, given
 from .errors import PartitionError
 from .marks import CUT, is_mark
+from .stretches import Place, Stretches, stretches
 from .trainable import wants_grad
 
 BOUNDARY = "boundary_{}"
+
+Split = str | Sequence[int] | Cut | Cutter
+"""What :func:`partition` is told of where to cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,64 +58,100 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """``chunks`` in model order, ``layers`` = number of decoder layers, ``costs`` FLOPs of the forward per chunk,
-    ``read_in`` the layers that read each parameter (-1: before the layers, ``layers``: behind them)."""
+    """``chunks`` in model order, ``layers`` = number of layers of all towers, ``costs`` FLOPs of F, I and W per chunk,
+    ``read_in`` the layers that read each parameter (-1: before the layers, ``layers``: behind them), ``cut`` where the
+    chunks begin, ``skips`` the values that go through chunks in which they aren't made, ``names`` the layers' paths,
+    ``stretches`` the costs that the cut was made from."""
 
     chunks: tuple[Chunk, ...]
     layers: int
     costs: tuple[int, ...]
-    read_in: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    read_in: Mapping[str, frozenset[int]]
+    cut: Cut
+    skips: tuple[Skip, ...]
+    names: tuple[str, ...]
+    stretches: tuple[StretchCost, ...]
 
 
 def partition(
     captured: Captured,
     n_chunks: int,
     *,
-    split: str | Sequence[int] = "auto",
-    keyed: Mapping[str, tuple[str, int]] | None = None,
-    carry: bool = False,
+    split: Split = "auto",
+    keyed: Mapping[str, Place] | None = None,
+    outputs: bool = False,
 ) -> Partition:
-    """Cut into ``n_chunks``. ``split``: "auto" balances FLOPs, embedding and head included; or the number of
-    layers of each chunk. ``keyed``: the layers that have a name in place of a number (:func:`keyed_layers`); they count
-    where too few have a number. ``carry``: what skips a chunk, outputs included, goes through it (for ``eval``: in
-    training it would be kept by every chunk on the way).
+    """Cut into ``n_chunks``. ``split``: "auto" balances the FLOPs of F, I and W, embedding and head included; or the
+    number of layers of each chunk, in the order in which they run; or where to cut, or a function that says so, given
+    the costs. ``keyed``: the layers that have a name in place of a number (:func:`stretches.keyed_layers`).
+    ``outputs``: the last chunk returns outputs of chunks before it as well (for ``eval``: in training they would be
+    left without a gradient).
 
-    Raises :class:`PartitionError` for fewer layers than chunks, a split that does not add up, or, without ``carry``, a
-    value that would have to skip a chunk.
+    Raises :class:`PartitionError` for fewer layers than chunks, or a split that does not add up.
     """
     graph = captured.graph_module.graph
     live = _live(graph)
-    container = _container(graph, live, n_chunks, keyed or {})
-    segment, n_layers = _segments(graph, live, container)
+    row = stretches(graph, live, n_chunks, keyed or {})
+    n_layers = len(row.layers)
     if n_layers < n_chunks:
         raise PartitionError(
             f"the model has {n_layers} layers, fewer than the {n_chunks} chunks that the schedule cuts it into; "
             f"use a smaller pp_size, a schedule with fewer chunks per rank, or a model of {n_chunks} layers or more"
         )
-    costs = _segment_costs(segment, n_layers)
-    sizes = _balance(costs, n_chunks) if split == "auto" else _given(split, n_layers, n_chunks)
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    chunk_of_layer = [c for c, size in enumerate(sizes) for _ in range(size)]
-
-    def chunk_of(node: fx.Node) -> int:
-        return chunk_of_layer[min(max(segment[node], 0), n_layers - 1)]
-
-    _insert_cuts(graph, live, segment)
-    owner = {node: chunk_of(node) for node in graph.nodes if node in live and node.op == "call_function"}
-    if carry:
-        _carry(graph, owner, n_chunks - 1)
+    costs = _costs(graph, row)
+    cut = _cut(split, costs, row, n_chunks)
+    bounds = [0, *cut.at, row.count]
+    chunk_of = [c for c in range(n_chunks) for _ in range(bounds[c], bounds[c + 1])]
+    view_again(graph, row.of, chunk_of)
+    _insert_cuts(graph, live, row)
+    owner = {node: chunk_of[at] for node, at in row.of.items()}
+    dense(graph, owner)
+    skips = carry_on(graph, owner, n_chunks - 1, outputs=outputs)
     entering = [_crossing(graph, owner, c - 1) if c else [] for c in range(n_chunks)]
     grads = _with_gradient(captured, entering)
+    layers = [range(bounds[c] // 2, bounds[c + 1] // 2) for c in range(n_chunks)]
     chunks = tuple(
-        _extract(captured, c, n_chunks, owner, range(bounds[c], bounds[c + 1]), entering[c], grads)
-        for c in range(n_chunks)
+        _extract(captured, c, n_chunks, owner, layers[c], entering[c], grads) for c in range(n_chunks)
     )
-    totals = [0] * n_chunks
-    for node, c in owner.items():
-        totals[c] += flops(node)
-    return Partition(chunks, n_layers, tuple(totals), _read_in(graph, segment))
+    return Partition(
+        chunks=chunks,
+        layers=n_layers,
+        costs=tuple(
+            round(sum(cost.total for cost in costs[bounds[c] : bounds[c + 1]])) for c in range(n_chunks)
+        ),
+        read_in=_read_in(graph, row),
+        cut=cut,
+        skips=skips,
+        names=row.layers,
+        stretches=costs,
+    )
+
+
+def _cut(split: Split, costs: Sequence[StretchCost], row: Stretches, n_chunks: int) -> Cut:
+    if split == "auto":
+        return balanced(costs, row, n_chunks)
+    if isinstance(split, str):
+        raise PartitionError(f'split={split!r}: use "auto" or a list with the layers of each chunk')
+    if isinstance(split, Sequence):
+        return given(split, row, n_chunks)
+    cut = split if isinstance(split, Cut) else split(costs, row, n_chunks)
+    cut.check(row, n_chunks)
+    return cut
+
+
+def _costs(graph: fx.Graph, row: Stretches) -> tuple[StretchCost, ...]:
+    """FLOPs of every stretch in F, I and W."""
+    moved: set[fx.Node] = set()
+    found = [StretchCost()] * row.count
+    for node in graph.nodes:
+        if node.meta.get("is_parameter"):
+            if node.meta["val"].requires_grad:
+                moved.add(node)
+        elif any(n in moved for n in node.all_input_nodes):
+            moved.add(node)
+        if node in row.of:
+            found[row.of[node]] += phase_flops(node, moved, row.of)
+    return tuple(found)
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
@@ -127,94 +167,15 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
     return weights & given
 
 
-def keyed_layers(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Path -> (container, position) of the children of every ``nn.ModuleDict`` whose children are of one type."""
-    found = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleDict) and len({type(child) for child in module.values()}) == 1:
-            for i, key in enumerate(module):
-                found[f"{path}.{key}" if path else key] = path, i
-    return found
-
-
-_Places = Callable[[fx.Node], list[tuple[str, int]]]
-
-
-def _numbered(node: fx.Node) -> list[tuple[str, int]]:
-    """(container, index) for every numbered module around the node, outermost first."""
-    matches = (re.fullmatch(r"(.*?)\.?(\d+)", path) for path in _paths(node))
-    return [(match.group(1), int(match.group(2))) for match in matches if match]
-
-
-def _paths(node: fx.Node) -> list[str]:
-    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Container:
-    """What holds the layers. ``order``: index -> number of the layer; ``places``: of a node in containers."""
-
-    name: str
-    order: Mapping[int, int]
-    places: _Places
-
-
-def _container(
-    graph: fx.Graph, live: set[fx.Node], n_chunks: int, keyed: Mapping[str, tuple[str, int]]
-) -> _Container:
-    """The one that most is computed in: of numbered layers, or of named ones where those are more than too few."""
-    found = _heaviest(graph, live, _numbered)
-    if found is None or len(found.order) < n_chunks:
-        named = _heaviest(graph, live, lambda node: [keyed[path] for path in _paths(node) if path in keyed])
-        found = named if named is not None and (found is None or len(named.order) >= n_chunks) else found
-    if found is None:
-        tops = sorted({path for node in live for path in _paths(node) if path and "." not in path})
-        raise PartitionError(
-            "no layers were found in the traced model, and fxbraid cuts between layers: modules with a number "
-            "(model.layers.0, ...; an nn.ModuleList or nn.Sequential), or those of an nn.ModuleDict that are all of "
-            f"one type; this model computes in {', '.join(tops) or 'no module'}"
-        )
-    return found
-
-
-def _heaviest(graph: fx.Graph, live: set[fx.Node], places: _Places) -> _Container | None:
-    weight: Counter[str] = Counter()
-    indices: dict[str, set[int]] = {}
-    for node in graph.nodes:
-        if node in live and node.op == "call_function":
-            for container, index in places(node)[:1]:
-                weight[container] += max(flops(node), 1)
-                indices.setdefault(container, set()).add(index)
-    if not weight:
-        return None
-    name = max(weight, key=lambda name: weight[name])
-    return _Container(name, {index: i for i, index in enumerate(sorted(indices[name]))}, places)
-
-
-def _segments(graph: fx.Graph, live: set[fx.Node], container: _Container) -> tuple[dict[fx.Node, int], int]:
-    """Layer index of every live node: -1 before the first layer, n after the last."""
-    n_layers = len(container.order)
-    segment: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node not in live or node.op != "call_function":
-            continue
-        own = [container.order[i] for c, i in container.places(node) if c == container.name]
-        before = max((segment[n] for n in node.all_input_nodes if n in segment), default=-1)
-        # Outside the layers: with its inputs, and behind the last layer once that has been left.
-        segment[node] = max(own[0], before) if own else (before if before < n_layers - 1 else n_layers)
-    for node in reversed(graph.nodes):
-        # What starts before the layers and is read behind them alone (a penalty on weights) is made there.
-        if segment.get(node) == -1 and {segment.get(user, n_layers) for user in node.users} == {n_layers}:
-            segment[node] = n_layers
-    return segment, n_layers
-
-
-def _read_in(graph: fx.Graph, segment: dict[fx.Node, int]) -> dict[str, frozenset[int]]:
+def _read_in(graph: fx.Graph, row: Stretches) -> dict[str, frozenset[int]]:
     """The layers in which each parameter, or what follows from it alone, is read."""
-    layers = {node: frozenset({index}) for node, index in segment.items()}
+    n_layers = len(row.layers)
+    # A gap's own parameters: -1 in front of all layers, else the layer before, and the number of layers behind all.
+    own = {2 * k: k - 1 for k in range(n_layers)} | {2 * n_layers: n_layers}
+    layers = {node: frozenset({own.get(at, at // 2)}) for node, at in row.of.items()}
     found: dict[str, frozenset[int]] = {}
     for node in reversed(graph.nodes):
-        if node not in segment:
+        if node not in row.of:
             layers[node] = frozenset().union(*(layers[user] for user in node.users))
         if node.meta.get("is_parameter"):
             name = str(node.target)
@@ -222,60 +183,17 @@ def _read_in(graph: fx.Graph, segment: dict[fx.Node, int]) -> dict[str, frozense
     return found
 
 
-def _segment_costs(segment: dict[fx.Node, int], n_layers: int) -> list[int]:
-    costs = [0] * (n_layers + 2)
-    for node, index in segment.items():
-        costs[index + 1] += flops(node)
-    return costs
-
-
-def _balance(costs: list[int], n_chunks: int) -> list[int]:
-    """Layers per chunk so that the dearest chunk is as cheap as possible, then the sum of squares (dynamic
-    programming over the cuts, at least one layer in each chunk)."""
-    n = len(costs) - 2
-    layer = costs[1:-1]
-    prefix = [0]
-    for cost in layer:
-        prefix.append(prefix[-1] + cost)
-
-    def cost_of(start: int, end: int) -> int:
-        extra = (costs[0] if start == 0 else 0) + (costs[-1] if end == n else 0)
-        return prefix[end] - prefix[start] + extra
-
-    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
-    for c in range(1, n_chunks + 1):
-        for end in range(c, n - (n_chunks - c) + 1):
-            options = []
-            for start in range(c - 1, end):
-                if (c - 1, start) in best:
-                    top, squares, sizes = best[c - 1, start]
-                    own = float(cost_of(start, end))
-                    options.append((max(top, own), squares + own * own, [*sizes, end - start]))
-            best[c, end] = min(options)
-    return best[n_chunks, n][2]
-
-
-def _given(split: str | Sequence[int], n_layers: int, n_chunks: int) -> list[int]:
-    if isinstance(split, str):
-        raise PartitionError(f'split={split!r}: use "auto" or a list with the layers of each chunk')
-    if len(split) != n_chunks or sum(split) != n_layers or min(split) < 1:
-        raise PartitionError(
-            f"split={list(split)} must have {n_chunks} entries of 1 or more that add up to {n_layers} layers"
-        )
-    return list(split)
-
-
-def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int]) -> None:
-    """A unit ends after the embedding and before the head; without TP marks, after every layer as well."""
+def _insert_cuts(graph: fx.Graph, live: set[fx.Node], row: Stretches) -> None:
+    """A unit ends after the embedding and before the head, and at every seam of two towers; without TP marks, after
+    every layer as well."""
     marked = any(is_mark(node) for node in graph.nodes)
-    head = max(segment.values())
-    for node in list(segment):
-        here = segment[node]
-        later = [u for u in node.users if u in segment and segment[u] > here]
+    for node, here in list(row.of.items()):
+        later = [u for u in node.users if u in row.of and row.of[u] > here]
         if (
             not later
+            or not isinstance(node.meta["val"], Tensor)
             or not node.meta["val"].is_floating_point()
-            or (marked and here >= 0 and all(segment[u] < head for u in later))
+            or (marked and here % 2 and all(row.of[u] % 2 for u in later))
         ):
             continue
         with graph.inserting_after(node):
@@ -283,24 +201,8 @@ def _insert_cuts(graph: fx.Graph, live: set[fx.Node], segment: dict[fx.Node, int
         mark.meta = dict(node.meta)
         for user in later:
             user.replace_input_with(node, mark)
-        segment[mark] = here
+        row.of[mark] = here
         live.add(mark)
-
-
-def _carry(graph: fx.Graph, owner: dict[fx.Node, int], last: int) -> None:
-    """Hand what is read in a later chunk than the next one on from chunk to chunk, and outputs to the ``last`` one."""
-    for node in [n for n in graph.nodes if n in owner and isinstance(n.meta["val"], Tensor)]:
-        readers = {user: owner.get(user, last + 1) for user in node.users}
-        here = node
-        for index in range(owner[node] + 1, max(readers.values(), default=0)):
-            with graph.inserting_after(here):
-                there = graph.call_function(torch.ops.aten.clone.default, (here,))
-            there.meta["val"] = node.meta["val"]
-            owner[there] = index
-            for user, at in readers.items():
-                if at > index:
-                    user.replace_input_with(here, there)
-            here = there
 
 
 def _with_gradient(captured: Captured, entering: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
@@ -371,18 +273,10 @@ def _extract(
 
 
 def _crossing(graph: fx.Graph, owner: dict[fx.Node, int], index: int) -> list[fx.Node]:
-    """Values that go from chunk ``index`` to ``index + 1``; anything that goes further is refused."""
+    """Values that go from chunk ``index`` to ``index + 1``, in the order in which they are made."""
     found = []
     for node in graph.nodes:
-        if owner.get(node) != index:
-            continue
-        last = max((owner.get(user, index) for user in node.users), default=index)
-        if last > index + 1:
-            raise PartitionError(
-                f"{node.name} of chunk {index} is read in chunk {last}: a skip connection over a chunk is not "
-                "supported yet; choose split so that both ends lie in neighbouring chunks"
-            )
-        if last == index + 1:
+        if owner.get(node) == index and any(owner.get(user, index) > index for user in node.users):
             if not isinstance(node.meta["val"], Tensor):
                 raise PartitionError(f"{node.name} crosses a chunk boundary and is not a tensor")
             found.append(node)

@@ -26,7 +26,7 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -40,13 +40,14 @@ from .checkpoint import Checkpointing, choose_units
 from .errors import BraidError, UnsupportedError
 from .joint import joint, split
 from .loss import Normalised, loss_alone, normalise_loss
-from .partition import Chunk, Partition, keyed_layers, partition
+from .partition import Chunk, Partition, Split, partition
 from .regather import regather as regather_inputs
 from .saves import choose_saves
 from .sequence import shard_sequence
 from .settle import settle
 from .shard import Sharded, TpPlan, kept_whole
 from .static import InputValues
+from .stretches import keyed_layers
 from .surplus import reads_surplus
 from .towers import PIXELS, without_features
 from .trace import trace
@@ -121,7 +122,7 @@ def lower_model(
     only: Iterable[int] | None = None,
     tp_size: int = 1,
     tp_plan: str | Mapping[str, str] = "auto",
-    split_layers: str | Sequence[int] = "auto",
+    split_layers: Split = "auto",
     loss_reduction: str = "auto",
     vocab_parallel: bool | str | Collection[str] = "auto",
     training: bool = True,
@@ -169,7 +170,7 @@ def lower_model(
         inferred=inferred,
     )
     captured = forward.captured
-    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), carry=not training)
+    parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), outputs=not training)
     outputs = ("loss",) if training else captured.outputs
     cut = Cut(tp_size, training, regather, checkpoint, least_saved, verify)
     chunks = {

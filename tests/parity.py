@@ -92,12 +92,15 @@ class Outcome:
 
 
 def make_model(name: str, *, tied: bool, layers: int, dtype: torch.dtype) -> nn.Module:
-    """``qwen2`` and ``llama`` for float32; for float64 ``odd``, or any family of the zoo. ``name-frozen``: its first
-    layer and embedding have no gradients. ``images:name`` is a vision-language model (``multimodal``), and
-    ``images:name-tower`` the same with what that freezes."""
+    """``qwen2`` and ``llama`` for float32; for float64 ``odd``, ``towers:`` and a model of :mod:`tests.towers`, or any
+    family of the zoo. ``name-frozen``: its first layer and embedding have no gradients. ``images:name`` is a
+    vision-language model (``multimodal``), and ``images:name-tower`` the same with what that freezes."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    from . import families, multimodal, odd
+    from . import families, multimodal, odd, towers
+
+    if name.startswith("towers:"):
+        return towers.MODELS[name.removeprefix("towers:")]()  # type: ignore[no-any-return]
 
     if name.startswith("images:"):
         family, _, frozen = name.removeprefix("images:").partition("-")
@@ -161,6 +164,10 @@ def batches_of(model: str, rows: int, m: int, *, mask: bool, steps: int) -> list
     """:func:`make_batches` with what ``model`` takes beside them, or batches of images."""
     if model.startswith("images:"):
         return _images(model.removeprefix("images:").partition("-")[0], rows, m, mask=mask, steps=steps)
+    if model.startswith("towers:"):
+        from .towers import batch
+
+        return [batch(model.removeprefix("towers:"), rows * m, seed=step) for step in range(steps)]
     more = {"mixing": "left"} if model == "odd" else {}
     return [{**batch, **more} for batch in make_batches(rows, m, mask=mask, steps=steps)]
 

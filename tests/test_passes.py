@@ -272,7 +272,7 @@ class TestPartition:
             lower(n_chunks=2, split_layers=[1, 2])
         assert [len(c.layers) for c in lower(n_chunks=2, split_layers=[3, 1]).partition.chunks] == [3, 1]
 
-    def test_a_skip_over_a_chunk_is_refused_by_name(self) -> None:
+    def test_a_skip_goes_through_the_chunks_between_and_is_named(self) -> None:
         class Skipping(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -285,5 +285,8 @@ class TestPartition:
         result = normalise_loss(
             captured(Skipping(), {"x": torch.ones(2, 4)}, tp_size=1), loss_reduction="sum"
         )
-        with pytest.raises(PartitionError, match="chunk 0 is read in chunk 2"):
-            partition(result.captured, 3)
+        parts = partition(result.captured, 3)
+        assert [(c.boundary_in, c.boundary_out) for c in parts.chunks] == [(0, 1), (1, 2), (2, 0)]
+        (skip,) = parts.skips
+        assert (skip.made, skip.read, skip.through, skip.nbytes) == (0, (1, 2), (1,), 32)
+        assert str(skip).startswith("skip connection: linear of layers.0 (32 bytes")
