@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import schedule as schedules
 from .agree import agree
 from .arguments import check_model, check_seed, checked, read_budget
-from .decide import Order
 from .inputs import Inputs
 from .memory import named
 from .model import BraidedModel
 from .offloading import Offload
 from .options import Options
+from .order import Order
 from .passes.block import TIMING_ONLY, Collectives
 from .passes.checkpoint import Checkpointing
 from .passes.compile import Compile

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .decide import Order, check_order
 from .inputs import Inputs
 from .offloading import check_offload
+from .order import Order, check_order
 from .passes.block import COLLECTIVES, Collectives
 from .passes.checkpoint import check_policy
 from .passes.compile import Artefacts

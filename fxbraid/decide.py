@@ -13,17 +13,15 @@ from typing import Any
 
 from . import schedule as schedules
 from .budget import Budget, Way, choose_under, own
+from .order import Order
 from .passes.compile import Artefacts
-from .passes.errors import BraidError, PartitionError
+from .passes.errors import PartitionError
 from .passes.pipeline import Lowered
-from .plan.choose import UNIT_ORDERS, Candidate, Choice, UnitOrder, choose, settle
+from .plan.choose import Candidate, Choice, UnitOrder, choose, settle
 from .runtime.mesh import Mesh
 from .runtime.profile import Profile, as_profile, gather_workload, make_profile, meet
 from .schedule import Placement, Schedule
 from .simulate import Workload
-
-Order = str | Mapping[str, float]
-"""What ``braid(order=...)`` takes: "paper", "costs", or the costs themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +48,6 @@ class Decision:
     profile: Profile
     choice: Choice
     lowered: Lowered
-
-
-def check_order(order: Order | None, *, auto: bool) -> Order:
-    """``order``, or its default: "costs" for the schedule "auto", which measures anyway, else "paper"."""
-    if order is None:
-        return "costs" if auto else "paper"
-    if isinstance(order, str) and order not in UNIT_ORDERS:
-        raise BraidError(
-            f'order={order!r}: use "paper", "costs" (measured), or a profile: fxbraid.profile(model) or seconds by '
-            "unit key"
-        )
-    return order if isinstance(order, str) else as_profile(order)
 
 
 def decide(asked: Asked, mesh: Mesh, artefacts: Artefacts, lower: Callable[[Placement], Lowered]) -> Decision:

@@ -146,7 +146,7 @@ def _chosen(choose: Callable[[int, Unit], bool], lowered: Lowered, mesh: Mesh) -
     """The storages of the units that ``choose`` wants, of every rank's chunks."""
     mine = {str(index): _numbers(choose, chunk) for index, chunk in lowered.chunks.items()}
     found: dict[int, Wanted] = {}
-    for part in meet(mesh, mine):
+    for part in meet(mine):
         for index, numbers in part.items():
             found[int(index)] = Wanted(numbers=frozenset(numbers))
     return found

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from .decide import Order
 from .offloading import Offload
+from .order import Order
 from .passes.block import Collectives
 from .passes.checkpoint import Checkpointing
 from .passes.compile import Compile

@@ -14,7 +14,7 @@ import torch
 import fxbraid
 from fxbraid import observe
 from fxbraid.agree import describe, disagreement, facts
-from fxbraid.decide import check_order
+from fxbraid.order import check_order
 from fxbraid.passes.errors import BraidError
 from fxbraid.plan.choose import choose
 from fxbraid.runtime import emulate
