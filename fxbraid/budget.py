@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from . import schedule as schedules
 from .memory import memory_of
 from .options import Options
 from .passes.errors import BraidError, PartitionError
-from .passes.pipeline import Lowered
+from .passes.pipeline import Cut, Lowered, recut
 from .plan.choose import NEAR, Candidate, Choice, braids, hides
 from .runtime.ghosts import Library
 from .schedule import FAMILIES, Placement, Schedule, ScheduleError
@@ -25,14 +26,34 @@ from .simulate.memory import amount
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A way to trade time for memory: what it changes of ``Options``, and how it is called in sentences."""
+    """A way to trade time for memory: what it changes of ``Options``, and how it is called in sentences. beyond: the
+    variants that it does everything of, and more: where one of them fits, this one would be slower for nothing."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    beyond: tuple[str, ...] = ()
 
 
-VARIANTS: tuple[Variant, ...] = (Variant("everything kept"),)
-"""What is tried with every schedule, the fastest first: checkpointing and offload join this list."""
+KEPT = Variant("everything kept")
+
+
+def _again(policy: str, *beyond: str) -> Variant:
+    return Variant(_called(policy), {"checkpoint": policy}, (KEPT.name, *map(_called, beyond)))
+
+
+def _called(policy: str) -> str:
+    return f'checkpoint="{policy}"'
+
+
+VARIANTS: tuple[Variant, ...] = (
+    KEPT,
+    _again("mlp"),
+    _again("attention"),
+    _again("attention+mlp", "mlp", "attention"),
+    _again("all", "mlp", "attention", "attention+mlp"),
+)
+"""What is tried with every schedule. Offload is not among it: what leaves depends on measured times, and a budget is
+kept or refused before anything is measured."""
 
 GROW = ("gpipe", "looped_bfs")
 """Schedules whose peak grows with the number of micro-batches."""
@@ -57,7 +78,8 @@ class Budget:
     """What fits into ``nbytes`` a rank. ``trace``: a variant's model, cut into so many chunks, all of them.
 
     ``asked``: the one schedule that is looked at, None for all that have a name. Peaks count parameters, gradients,
-    AdamW's state and all that a step needs, also inside units.
+    AdamW's state and all that a step needs, also inside units. variants: default ``VARIANTS``; where a policy of
+    checkpointing was asked for, that alone.
     """
 
     def __init__(
@@ -67,31 +89,61 @@ class Budget:
         sizes: tuple[int, int],
         trace: Callable[[Options, int], Lowered],
         asked: Schedule | None = None,
-        variants: Sequence[Variant] = VARIANTS,
+        variants: Sequence[Variant] | None = None,
     ) -> None:
         self.nbytes, self.options = nbytes, options
         self.p, self.dp = sizes
         self.m = options.n_microbatches
         self._trace = trace
         self._traces: dict[tuple[str, int], Lowered | None] = {}
-        self._libraries: dict[str, Library] = {}
+        self._library = Library(fused=options.compile is not False)
         self._peaks: dict[tuple[str, str], int] = {}
-        self.ways = [
-            Way(variant, name, schedule, make)
-            for variant in variants
-            for name, schedule, make in self._schedules(asked)
-            if self.lowered(variant, schedule.n_chunks) is not None
-        ]
+        self._asked = asked
+        if variants is None:
+            variants = VARIANTS if options.checkpoint == "none" else (KEPT,)
+        self._variants = variants
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """What is looked at: every schedule, with every variant that goes beyond none that already fits."""
+        found: list[Way] = []
+        fits: dict[str, set[str]] = {}
+        for variant in self._variants:
+            for name, schedule, make in self._schedules(self._asked):
+                mine = fits.setdefault(name, set())
+                if mine & set(variant.beyond) or self.lowered(variant, schedule.n_chunks) is None:
+                    continue
+                found.append(Way(variant, name, schedule, make))
+                if self.peak(found[-1]) <= self.nbytes:
+                    mine.add(variant.name)
+        return found
 
     def lowered(self, variant: Variant, n_chunks: int) -> Lowered | None:
         """The trace; None where the model can't be cut into as many chunks."""
         key = variant.name, n_chunks
         if key not in self._traces:
-            try:
-                self._traces[key] = self._trace(replace(self.options, **variant.changes), n_chunks)
-            except PartitionError:
-                self._traces[key] = None
+            self._traces[key] = self._cut(variant, n_chunks)
         return self._traces[key]
+
+    def _cut(self, variant: Variant, n_chunks: int) -> Lowered | None:
+        if set(variant.changes) == {"checkpoint"}:  # the same trace, cut into other units
+            kept = self.lowered(KEPT, n_chunks)
+            if kept is None:
+                return None
+            tp_size = next(iter(kept.chunks.values())).tp_size
+            policy = variant.changes["checkpoint"]
+            return recut(kept, Cut(tp_size, regather=self.options.regather, checkpoint=policy))
+        try:
+            return self._trace(replace(self.options, **variant.changes), n_chunks)
+        except PartitionError:
+            return None
+
+    def again(self, way: Way) -> int:
+        """FLOPs of a micro-batch that are done once more, on all pipeline ranks."""
+        lowered = self.lowered(way.variant, way.schedule.n_chunks)
+        assert lowered is not None
+        units = (u for chunk in lowered.chunks.values() for us in chunk.units.values() for u in us)
+        return sum(unit.flops for unit in units if unit.again)
 
     def _schedules(self, asked: Schedule | None) -> Iterator[tuple[str, Schedule, Callable[[int], Schedule]]]:
         if asked is not None:
@@ -139,10 +191,7 @@ class Budget:
         lowered = self.lowered(way.variant, made.n_chunks)
         assert lowered is not None
         options = replace(self.options, **way.variant.changes)
-        library = self._libraries.setdefault(
-            f"{way.variant.name} {made.n_chunks}", Library(fused=options.compile is not False)
-        )
-        return memory_of(lowered, made, options, self.dp, library=library, ordered_by=ordered_by).peak
+        return memory_of(lowered, made, options, self.dp, library=self._library, ordered_by=ordered_by).peak
 
     def fitting(self) -> list[Way]:
         """Every way that fits. Raises BraidError, with what the leanest needs, where there is none. Local; the same on
@@ -233,4 +282,4 @@ def _same(schedule: Schedule) -> Schedule:
     return schedule
 
 
-__all__ = ["VARIANTS", "Budget", "Variant", "Way", "choose_under", "own"]
+__all__ = ["KEPT", "VARIANTS", "Budget", "Variant", "Way", "choose_under", "own"]

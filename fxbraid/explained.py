@@ -167,6 +167,7 @@ class Explained(nn.Module):
             optimizer=optimizer,
             zero=zero,
             ordered_by=self._ordered_by,
+            offload=self._offloading.every if self._offloading is not None else None,
             label=f"{type(self.source).__name__}, {size}",
         )
 

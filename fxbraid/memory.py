@@ -23,6 +23,7 @@ from .runtime.predict import OPTIMIZERS, Setting
 from .runtime.predict import predict_memory as predict
 from .runtime.profile import order_from
 from .schedule import Schedule
+from .schedule.offload import OffloadPlan
 from .simulate import Workload, load_model
 from .simulate.memory import Memory
 from .state import skeleton
@@ -59,11 +60,17 @@ def predict_memory(
         ranks: which pipeline ranks (default: all).
         device: what the model is traced for.
         options: what else of :func:`braid` decides about memory: ``tp_plan``, ``split``, ``compile``, ``braided``,
-            ``sequence_parallel``, ``regather``, ``vocab_parallel``, ``grad_dtype``, ``master_weights``, ...
+            ``sequence_parallel``, ``regather``, ``checkpoint``, ``vocab_parallel``, ``grad_dtype``,
+            ``master_weights``, ...
 
     Raises BraidError for arguments that do not fit, and what tracing raises.
     """
     check_model(model)
+    if options.get("offload") is not None:
+        raise BraidError(
+            f"predict_memory() can't say what offload={options['offload']!r} moves: as much as there is time for, "
+            "which is measured; ask memory() of the model that braid(offload=...) makes"
+        )
     known = {field.name for field in fields(Options)} - {"n_microbatches", "order", "max_live", "autocast"}
     if unknown := sorted(set(options) - known):
         raise BraidError(
@@ -99,10 +106,12 @@ def memory_of(
     ordered_by: Workload | None = None,
     ranks: Iterable[int] | None = None,
     library: Library | None = None,
+    offload: OffloadPlan | None = None,
     label: str = "a traced model",
 ) -> Memory:
     """The prediction for a model that is traced (all chunks of ``ranks``). ordered_by: the costs that units in blocks
-    are ordered by. library: of earlier predictions from the same trace."""
+    are ordered by. library: of earlier predictions from the same trace. offload: the plan for what goes to the host,
+    None where everything stays."""
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise BraidError(
             f"optimizer={optimizer!r}: use {', '.join(map(repr, OPTIMIZERS))}, or the bytes that it keeps for each "
@@ -117,6 +126,7 @@ def memory_of(
         optimizer=optimizer,
         shared_by=dp_size if zero else 1,
         reduces=dp_size > 1,
+        offload=offload,
     )
     return predict(lowered, schedule, setting, ranks=ranks, library=library, label=label)
 

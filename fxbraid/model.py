@@ -304,7 +304,7 @@ class BraidedModel(Explained):
         mesh = self._mesh
         budget = Budget(nbytes, self._options, (mesh.pp_size, mesh.dp_size), trace, schedule)
         if schedule is not None:
-            changes = budget.fitting()[0].variant.changes
+            changes = min(budget.fitting(), key=budget.again).variant.changes
         else:
             self._decision, changes = decide_under(self._asked(None), budget, mesh, self._artefacts)
             schedule = self._decision.schedule

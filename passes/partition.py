@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, fx
 
@@ -133,7 +134,7 @@ def _cut(split: Split, costs: Sequence[StretchCost], row: Stretches, n_chunks: i
     if isinstance(split, str):
         raise PartitionError(f'split={split!r}: use "auto" or a list with the layers of each chunk')
     if isinstance(split, Sequence):
-        return given(split, row, n_chunks)
+        return given(cast(Sequence[int], split), row, n_chunks)
     cut = split if isinstance(split, Cut) else split(costs, row, n_chunks)
     cut.check(row, n_chunks)
     return cut

@@ -170,14 +170,16 @@ def measure(engine: Engine, inputs: Mapping[str, Sequence[Tensor]], *, held: Ite
     """Run one step of ``engine`` under measurement. ``held``: what else does not count (parameters)."""
     slots = [slot for own in engine.slots.values() for slot in own.values()]
 
-    def gradients() -> Iterator[Tensor]:
+    def apart() -> Iterator[Tensor]:
+        if engine.host is not None:  # memory of the host, also where that is the device
+            yield from engine.host.tensors()
         for slot in slots:
             for total in (gradient(slot.parameter, slot.dtype), slot.total):
                 if total is not None:
                     yield total
 
     args = [engine.one if name == ONE else inputs[name] for name in engine.compiled.inputs]
-    mode = LiveStorages([*held, engine.one, *tensors(list(inputs.values()))], gradients)
+    mode = LiveStorages([*held, engine.one, *tensors(list(inputs.values()))], apart)
     log = _Log(engine, mode, map(parts, engine.schedule.actions[engine.mesh.pp_rank]))
     mode.see(engine.buffers.tensors())
     run = bind(engine.program, log.around)
@@ -195,7 +197,7 @@ def predict_peak(engine: Engine) -> int:
     """What ``measure`` will find as the peak on this rank, from its program and the graphs of its units."""
     meter = engine.meter
     if meter.peak_predicted is None:
-        setting = Setting(collectives=engine.collectives, order=engine.order)
+        setting = Setting(collectives=engine.collectives, order=engine.order, offload=engine.offload)
         found = predict_memory(engine.lowered, engine.schedule, setting, ranks=[engine.mesh.pp_rank])
         meter.peak_predicted = found.ranks[0].activations
     return meter.peak_predicted

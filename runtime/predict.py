@@ -20,13 +20,16 @@ from ..passes.buffers import Layout
 from ..passes.compile import Compile
 from ..passes.cost import nbytes
 from ..passes.joint import Phase
+from ..passes.offload import stored
 from ..passes.pipeline import Lowered
 from ..passes.program import ONE, Program, program, reduction
 from ..schedule import Action, Schedule
 from ..schedule.listorder import CostOrder
 from ..schedule.lower import channels
+from ..schedule.offload import OffloadPlan
 from ..simulate.memory import Memory, RankMemory
 from .bind import Call, bind
+from .ghost_offload import GhostAway, GhostBack, GhostOffload, GhostReload
 from .ghosts import (
     GhostArrive,
     GhostOutbox,
@@ -48,7 +51,8 @@ OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "adam": 2, "sgd_momentum": 1, "sgd"
 class Setting:
     """What else decides about memory. accumulated_in: of a parameter's type, what its gradients add up in. masters:
     float32 parameters for the optimizer beside the narrow ones. optimizer: a name of ``OPTIMIZERS``, or bytes per
-    element. shared_by: over how many replicas the optimizer's state lies. reduces: are there replicas?
+    element. shared_by: over how many replicas the optimizer's state lies. reduces: are there replicas? offload: what
+    goes to the host and back, of the ranks that are looked at.
     """
 
     collectives: Collectives = "overlap"
@@ -59,6 +63,7 @@ class Setting:
     optimizer: str | float = "adamw"
     shared_by: int = 1
     reduces: bool = False
+    offload: OffloadPlan | None = None
 
 
 def predict_memory(
@@ -110,6 +115,7 @@ class _Rank:
             chunks=self.chunks,
             block=self._block,
             modules=dict(self.context.modules),
+            offload=setting.offload,
         )
 
     def _block(self, actions: tuple[Action, ...]) -> Block:
@@ -127,6 +133,11 @@ class _Rank:
                 )
             if self.setting.reduces:
                 modules[reduction(index)] = GhostReduce()
+            if self.setting.offload is not None:
+                modules[f"offload_{index}"] = GhostOffload(stored(chunk))
+        if self.setting.offload is not None:
+            copies = {"away": GhostAway(), "reload": GhostReload(self.ledger), "back": GhostBack()}
+            modules |= copies
         for channel, source, target in channels(self.schedule):
             label = f"{channel.phase}{channel.chunk}"
             if self.rank == source:

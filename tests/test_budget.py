@@ -13,6 +13,7 @@ import fxbraid
 from fxbraid.budget import Budget, Variant, Way, choose_under
 from fxbraid.cli import app, mount
 from fxbraid.options import Options
+from fxbraid.passes.checkpoint import NAMES
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.runtime.costs import workload
 from fxbraid.runtime.measure import measure
@@ -32,7 +33,7 @@ def trace(options: Options, n_chunks: int) -> Lowered:
 
 def costs(way: Way) -> Workload:
     """Units in proportion to their FLOPs, as if all-reduces took half as long as what is beside them."""
-    lowered = trace(OPTIONS, way.schedule.n_chunks)
+    lowered = traced(way.variant.changes.get("checkpoint", "none"), way.schedule.n_chunks)[1]
     units = [u for c in lowered.chunks.values() for us in c.units.values() for u in us]
     found = workload(lowered, {u.key: 1e-6 + 1e-10 * u.flops for u in units})
     chunks = tuple(
@@ -41,32 +42,45 @@ def costs(way: Way) -> Workload:
     return replace(found, chunks=chunks)
 
 
+def budget_of(nbytes: int, known: Budget | None = None) -> Budget:
+    """``known``: one whose traces and peaks it shares."""
+    budget = Budget(nbytes, OPTIONS, (P, 1), trace)
+    for policy in NAMES[1:]:
+        for n_chunks in (P, 2 * P):
+            budget._traces[f'checkpoint="{policy}"', n_chunks] = traced(policy, n_chunks)[1]
+    if known is not None:
+        budget._peaks = known._peaks
+    return budget
+
+
 def test_a_sweep_is_monotone_and_every_budget_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = Budget(2**40, OPTIONS, (P, 1), trace)
+    everything = budget_of(1)  # nothing fits, so every way is looked at
     peaks = sorted({everything.peak(way) for way in everything.ways})
-    assert len(peaks) > 5
-    times, names = [], []
-    for nbytes in [2**40, *reversed(peaks)]:
-        budget = Budget(nbytes, OPTIONS, (P, 1), trace)
-        budget._peaks = everything._peaks
+    assert len(peaks) > 20 and len({way.variant.name for way in everything.ways}) == 5
+    times, said, names = [], [], []
+    few = [*peaks[:2], *peaks[2 :: len(peaks) // 10]]
+    for nbytes in [2**40, *reversed(few)]:
+        budget = budget_of(nbytes, everything)
         way, choice, _ = choose_under(budget, costs, ("paper",), "auto")
         times.append(choice.best.step_time)
         names.append(way.name)
+        said.append(way.variant.name)
         assert choice.best.peak <= nbytes and budget.exact(way) == choice.best.peak
     assert times == sorted(times) and times[-1] > times[0] and len(set(names)) > 2
+    # Memory is bought with time: from keeping everything to computing all of it again.
+    assert said[0] == "everything kept" and said[-1] == 'checkpoint="all"' and len(set(said)) > 2
     # What the last sentence promises for more memory is what more memory gives.
     text = "\n".join(choice.lines)
-    assert "the next larger budget that buys time is" in text and f"{len(everything.ways)} ways" in text
+    assert "the next larger budget that buys time is" in text and f"{len(budget.ways)} ways" in text
     # The leanest choice, really run: what is alive stays under the budget, static bytes and all.
-    model, lowered = traced("none", way.schedule.n_chunks)
+    model, lowered = traced("all", way.schedule.n_chunks)
     for rank in range(P):
         made, _ = engine(model, lowered, way.schedule, rank, monkeypatch, keeps=False)
         found = measure(made, inputs(lowered, batch(2), M), held=[*model.parameters(), *model.buffers()])
         model.zero_grad()
         said = everything.exact(way)
         assert found.inside < said
-    impossible = Budget(peaks[0] - 1000, OPTIONS, (P, 1), trace)
-    impossible._peaks = everything._peaks
+    impossible = budget_of(peaks[0] - 1000, everything)
     with pytest.raises(
         fxbraid.BraidError, match=r"can't be kept: the leanest of \d+ ways to run, .*1000 B more"
     ):

@@ -11,42 +11,64 @@ import torch
 from torch import nn
 
 import fxbraid
-from fxbraid.passes.pipeline import Lowered
-from fxbraid.runtime.costs import chunk_cost
+from fxbraid.passes.checkpoint import NAMES
+from fxbraid.passes.pipeline import Cut, Lowered, recut
+from fxbraid.runtime.costs import chunk_cost, workload
 from fxbraid.runtime.ghosts import size_of
 from fxbraid.runtime.launch import launch
 from fxbraid.runtime.measure import LiveStorages, Measured, measure
 from fxbraid.runtime.predict import Setting, predict_memory
 from fxbraid.schedule import FAMILIES, build, check, peak_memory
+from fxbraid.schedule.offload import OffloadPlan
 from fxbraid.simulate.memory import KINDS, Memory, RankMemory, amount, read_amount
+from fxbraid.simulate.offload import early_chunks, plan_offload
 
 from .alone import engine, inputs
 from .tiny import batch, lower, qwen2
 
-#: What is checkpointed, as options of the passes.
-POLICIES: dict[str, dict[str, Any]] = {"none": {}}
+#: What is computed again.
+POLICIES = NAMES
 #: Schedules whose memory grows with the micro-batches: they hold all of them.
 ALL_OF_THEM = ("gpipe", "looped_bfs")
 
 
+#: Those of the grid that every run of the tests looks at: each policy under some schedule, and all without one.
+FEW = (("stp", "all"), ("zbv", "attention+mlp"), ("1f1b", "mlp"), ("v_half", "attention"))
+GRID = [
+    pytest.param(name, policy, marks=() if policy == "none" or (name, policy) in FEW else pytest.mark.slow)
+    for name in FAMILIES
+    for policy in POLICIES
+]
+
+
 @cache
 def traced(policy: str, n_chunks: int) -> tuple[nn.Module, Lowered]:
+    if policy != "none":
+        model, lowered = traced("none", n_chunks)
+        return model, recut(lowered, Cut(tp_size=1, checkpoint=policy))  # type: ignore[arg-type]
     model = qwen2()
-    return model, lower(model, n_chunks=n_chunks, tp_size=1, **POLICIES[policy])
+    return model, lower(model, n_chunks=n_chunks, tp_size=1)
 
 
-def predicted(policy: str, name: str, p: int, m: int) -> Memory:
+def predicted(policy: str, name: str, p: int, m: int, offload: OffloadPlan | None = None) -> Memory:
     schedule = build(name, p=p, m=m)
-    return predict_memory(traced(policy, schedule.n_chunks)[1], schedule, Setting(compile=False))
+    setting = Setting(compile=False, offload=offload)
+    return predict_memory(traced(policy, schedule.n_chunks)[1], schedule, setting)
 
 
 def measured(
-    policy: str, name: str, p: int, m: int, rank: int, monkeypatch: pytest.MonkeyPatch
+    policy: str,
+    name: str,
+    p: int,
+    m: int,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    offload: OffloadPlan | None = None,
 ) -> tuple[Measured, int]:
     """Of a rank alone, and the bytes of its receive buffers."""
     schedule = build(name, p=p, m=m)
     model, lowered = traced(policy, schedule.n_chunks)
-    made, _ = engine(model, lowered, schedule, rank, monkeypatch, keeps=False)
+    made, _ = engine(model, lowered, schedule, rank, monkeypatch, keeps=False, offload=offload)
     found = measure(made, inputs(lowered, batch(2), m), held=[*model.parameters(), *model.buffers()])
     model.zero_grad()
     return found, sum(map(size_of, made.compiled.slots))
@@ -63,8 +85,16 @@ def bound(policy: str, name: str, p: int, m: int, rank: int) -> float:
     return max(c.saved for c in costs) * peak_memory(schedule)[rank].live + 4 * message
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", FAMILIES)
+def leaving(policy: str, name: str, p: int, m: int) -> OffloadPlan:
+    """The first chunk of each rank goes to the host, over a link that takes no time; units take what their FLOPs do."""
+    schedule = build(name, p=p, m=m)
+    lowered = traced(policy, schedule.n_chunks)[1]
+    units = [u for c in lowered.chunks.values() for us in c.units.values() for u in us]
+    costs = workload(lowered, {u.key: 1e-6 + 1e-10 * u.flops for u in units})
+    return plan_offload(schedule, costs, early_chunks(schedule))
+
+
+@pytest.mark.parametrize(("name", "policy"), GRID)
 def test_the_predicted_peak_is_the_measured_one_and_the_promise_is_kept(
     name: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +110,34 @@ def test_the_predicted_peak_is_the_measured_one_and_the_promise_is_kept(
         assert found.peak <= 1.05 * bound(policy, name, p, m, rank), (rank, found)
         # Nothing is left behind the step but the buffers that the next one uses again.
         assert found.after == buffers, (rank, found)
+
+
+OFFLOADED = (("stp", "none"), ("1f1b", "attention+mlp"))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(name, policy, marks=() if (name, policy) in OFFLOADED else pytest.mark.slow)
+        for name in ("1f1b", "zbv", "stp", "stp_low_memory", "v_half", "gpipe")
+        for policy in ("none", "attention+mlp", "all")
+    ],
+)
+def test_with_chunk0_on_the_host_the_predicted_peak_is_the_measured_one(
+    name: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, m = 2, 6
+    plan = leaving(policy, name, p, m)
+    here, gone = predicted(policy, name, p, m), predicted(policy, name, p, m, plan)
+    assert all(plan.parcels), plan
+    for rank in range(p):
+        said = gone.ranks[rank]
+        found, buffers = measured(policy, name, p, m, rank, monkeypatch, plan)
+        assert said.activations == pytest.approx(found.peak, rel=0.05), (rank, found)
+        assert said.activations_inside == pytest.approx(found.inside, rel=0.05), (rank, found)
+        assert said.activations <= here.ranks[rank].activations
+        assert found.after == buffers, (rank, found)
+    assert min(b.activations / a.activations for a, b in zip(here.ranks, gone.ranks, strict=True)) < 0.97
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ALL_OF_THEM])

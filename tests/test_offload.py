@@ -30,7 +30,7 @@ from fxbraid.passes.verify import verify_offload
 from fxbraid.plan.search import plan as plan_devices
 from fxbraid.plan.space import Request
 from fxbraid.runtime.costs import workload
-from fxbraid.runtime.measure import measure_peak
+from fxbraid.runtime.measure import measure
 from fxbraid.runtime.offload import Away, Back, CpuLanes, HostMemory, Offload, Reload
 from fxbraid.schedule import Placement, Schedule, ScheduleError, build, parts
 from fxbraid.schedule.lower import Away as AwayNode
@@ -311,7 +311,7 @@ def result(
     values = [v for row in engine.run(inputs) for v in row]
     found = values + wire.sent
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    peak = measure_peak(engine, inputs, held=list(model.parameters()))
+    peak = measure(engine, inputs, held=list(model.parameters())).peak
     return found, grads, peak, round(plan.moved(rank)) if plan is not None else 0
 
 

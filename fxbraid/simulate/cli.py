@@ -24,6 +24,9 @@ from fxbraid.simulate.inputs import (
 from fxbraid.simulate.memory import Memory
 from fxbraid.terminal import check_outputs, refuse, write
 
+TRACED = {"selective": "none", "full": "all"}
+"""What braid() calls them: it never keeps what is cheap to make again."""
+
 
 def simulate_command(
     schedule: Annotated[str, typer.Argument(help="A schedule's name, or a CSV file.")] = "stp",
@@ -104,11 +107,23 @@ def simulate_command(
         result = simulate(plan, workload, braided=not blocking, offload=moved)
         held = None
         if memory:
-            if not model or checkpoint != "none" or offload:
+            if not model or offload:
                 raise ScheduleError(
-                    "--memory traces a model that keeps everything: give --model, neither --checkpoint nor --offload"
+                    "--memory traces a model on one process, where nothing says how much there is time to move: give "
+                    "--model, and leave --offload out (without --memory, the peaks below count it)"
                 )
-            held = _trace(model, plan, tp, seq, batch, split=layers, sequence=sequence, regather=regather)
+            kept = TRACED.get(checkpoint, checkpoint)
+            held = _trace(
+                model,
+                plan,
+                tp,
+                seq,
+                batch,
+                split=layers,
+                sequence_parallel=sequence,
+                regather=regather,
+                checkpoint=kept,
+            )
         if svg is not None:
             _draw(svg, result, held)
     except ScheduleError as error:
@@ -130,12 +145,11 @@ def _trace(
     batch: int,
     *,
     split: list[int] | None,
-    sequence: bool,
-    regather: bool,
+    **options: Any,
 ) -> Memory:
     from fxbraid.memory import imagined, predict_memory  # needs torch
 
-    wanted: dict[str, Any] = {"split": split or "auto", "sequence_parallel": sequence, "regather": regather}
+    wanted = {"split": split or "auto", **options}
     made, example = imagined(model, seq, batch * plan.m)
     try:
         return predict_memory(
