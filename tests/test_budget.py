@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -108,13 +109,20 @@ def test_braid_keeps_to_a_budget_and_says_so() -> None:
     )
     assert fixed.schedule.name == "gpipe"
     need = fixed.memory().peak
+    asked: dict[str, Any] = {"n_microbatches": 4, "compile": False}
+    # Under the same schedule, less is kept; where that was decided already, or everything is too much, it is refused.
+    again = fxbraid.braid(qwen2(), data, **asked, schedule="gpipe", memory_budget=need - 1)
+    assert again.schedule.name == "gpipe" and again.memory().peak < need
+    assert any(u.again for c in again.lowered.chunks.values() for us in c.units.values() for u in us)
+    with pytest.raises(fxbraid.BraidError, match='gpipe with checkpoint="(all|attention.mlp)", needs'):
+        fxbraid.braid(qwen2(), data, **asked, schedule="gpipe", memory_budget="1MB")
+    need = again.memory().peak
+    policy = again._options.checkpoint
     with pytest.raises(fxbraid.BraidError, match="gpipe, needs") as error:
-        fxbraid.braid(
-            qwen2(), data, n_microbatches=4, compile=False, schedule="gpipe", memory_budget=need - 1
-        )
+        fxbraid.braid(qwen2(), data, **asked, schedule="gpipe", checkpoint=policy, memory_budget=need - 1)
     assert "1 B more" in str(error.value)
-    lean = fxbraid.braid(qwen2(), data, n_microbatches=4, compile=False, memory_budget=need - 1)
-    assert lean.memory().peak < need and lean.schedule.name != "gpipe"
+    lean = fxbraid.braid(qwen2(), data, **asked, memory_budget=need - 1)
+    assert lean.memory().peak < need
     with pytest.raises(fxbraid.BraidError, match="no amount"):
         fxbraid.braid(qwen2(), data, n_microbatches=4, memory_budget="lots")
 
