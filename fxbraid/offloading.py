@@ -136,13 +136,13 @@ def offloading(
     rank."""
     costs = gather_workload(lowered, profile, mesh)
     if callable(offload):
-        wanted = _chosen(offload, lowered, mesh)
+        wanted = _chosen(offload, lowered)
     else:
         wanted = early_chunks(schedule, 1.0 if offload == CHUNK0 else float(offload))
     return Offloading(schedule, costs, wanted, mesh.pp_rank, braided, ordered_by)
 
 
-def _chosen(choose: Callable[[int, Unit], bool], lowered: Lowered, mesh: Mesh) -> dict[int, Wanted]:
+def _chosen(choose: Callable[[int, Unit], bool], lowered: Lowered) -> dict[int, Wanted]:
     """The storages of the units that ``choose`` wants, of every rank's chunks."""
     mine = {str(index): _numbers(choose, chunk) for index, chunk in lowered.chunks.items()}
     found: dict[int, Wanted] = {}
