@@ -260,7 +260,11 @@ class _Rewriter:
             for source in node.all_input_nodes:
                 value = resolve(source, self.values.tp_size)
                 if self._foreign(value, phase):
-                    self.given.append((node, source, self._value(value, phase, self._group(node))))
+                    found = self._value(value, phase, self._group(node))
+                    if (
+                        found is not value
+                    ):  # else it stays as it is, with its marks, which say where a unit ends
+                        self.given.append((node, source, found))
         for node, source, value in self.given:
             node.replace_input_with(source, value)
         for node in reversed(list(joint.graph.nodes)):
@@ -342,15 +346,21 @@ class _Rewriter:
             given = {}
             for source in base.all_input_nodes:
                 value = resolve(source, self.values.tp_size)
-                given[source] = self._value(value, phase, group) if self._foreign(value, phase) else value
+                if self._foreign(value, phase):
+                    given[source] = self._value(value, phase, group)
             self.copies[phase, base] = self._node(base, given, group)
         return self.copies[phase, base]
 
     def _node(self, node: fx.Node, given: dict[fx.Node, fx.Node], group: tuple[Any, ...]) -> fx.Node:
         joint = self.joint
         phase, unit, _ = group
+
+        def read(source: fx.Node) -> fx.Node:
+            found = given.get(source, source)
+            return source if found is resolve(source, self.values.tp_size) else found
+
         with joint.graph.inserting_before(self.reader):
-            copy = joint.graph.node_copy(node, lambda n: given.get(n, n))
+            copy = joint.graph.node_copy(node, read)
         copy.meta["partitioner_tag"] = "is_backward"
         joint.phase[copy] = phase
         if unit is not None and phase is Phase.I:

@@ -122,11 +122,11 @@ def test_the_code_of_a_braid_reads_like_the_table(lowered: Lowered) -> None:
                 )
                 said.append(name)
     start = said.index("attn0_F")
-    assert said[start : start + 14] == [
+    assert said[start : start + 15] == [
         "attn0_F", "launch_attn0_F",
         "head_I", "mlp3_I", "launch_mlp3_I", "head_W", "mlp3_W",
         "wait_attn0_F", "mlp0_F", "launch_mlp0_F",
-        "wait_mlp3_I", "attn3_I", "launch_attn3_I", "attn3_W",
+        "pre_c1_R", "wait_mlp3_I", "attn3_I", "launch_attn3_I", "attn3_W",
     ]  # fmt: skip
     assert not any("[0]" in line for line in lines)
 
