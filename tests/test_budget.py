@@ -114,7 +114,7 @@ def test_braid_keeps_to_a_budget_and_says_so() -> None:
     again = fxbraid.braid(qwen2(), data, **asked, schedule="gpipe", memory_budget=need - 1)
     assert again.schedule.name == "gpipe" and again.memory().peak < need
     assert any(u.again for c in again.lowered.chunks.values() for us in c.units.values() for u in us)
-    with pytest.raises(fxbraid.BraidError, match='gpipe with checkpoint="(all|attention.mlp)", needs'):
+    with pytest.raises(fxbraid.BraidError, match=r'gpipe with checkpoint="(all|attention.mlp)", needs'):
         fxbraid.braid(qwen2(), data, **asked, schedule="gpipe", memory_budget="1MB")
     need = again.memory().peak
     policy = again._options.checkpoint
