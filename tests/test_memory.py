@@ -18,7 +18,7 @@ from fxbraid.runtime.ghosts import size_of
 from fxbraid.runtime.launch import launch
 from fxbraid.runtime.measure import LiveStorages, Measured, measure
 from fxbraid.runtime.predict import Setting, predict_memory
-from fxbraid.schedule import FAMILIES, build, check, peak_memory
+from fxbraid.schedule import FAMILIES, Phase, Schedule, build, check, parts, peak_memory
 from fxbraid.schedule.offload import OffloadPlan
 from fxbraid.simulate.memory import KINDS, Memory, RankMemory, amount, read_amount
 from fxbraid.simulate.offload import early_chunks, plan_offload
@@ -76,13 +76,25 @@ def measured(
 
 def bound(policy: str, name: str, p: int, m: int, rank: int) -> float:
     """Bytes that the schedule promises not to exceed: so many chunk activations, each as large as the rank's largest,
-    and what is on its way (two receives posted ahead, a message that leaves, one that has just arrived)."""
+    what is computed again of chunks between their I and the end of their W, and what is on its way (two receives posted
+    ahead, a message that leaves, one that has just arrived)."""
     schedule = build(name, p=p, m=m)
     chunks = [traced(policy, schedule.n_chunks)[1].chunks[c] for c in schedule.placement.chunks_of(rank)]
     second = {u.key: 1.0 for c in chunks for us in c.units.values() for u in us}
     costs = [chunk_cost(c, second, lambda _: 0.0) for c in chunks]
     message = max(max(c.sends_f, c.sends_i) for c in costs)
-    return max(c.saved for c in costs) * peak_memory(schedule)[rank].live + 4 * message
+    again = max(sum(u.saves for u in c.i if u.again) for c in costs)
+    saved = max(c.saved for c in costs)
+    return saved * peak_memory(schedule)[rank].live + again * owed(schedule, rank) + 4 * message
+
+
+def owed(schedule: Schedule, rank: int) -> int:
+    """The most chunks whose backward has begun and is not over."""
+    now = most = 0
+    for action in (action for step in schedule.actions[rank] for action in parts(step)):
+        now += {Phase.I: 1, Phase.W: -1}.get(action.phase, 0)
+        most = max(most, now + (action.phase is Phase.B))
+    return most
 
 
 def leaving(policy: str, name: str, p: int, m: int) -> OffloadPlan:
