@@ -80,7 +80,8 @@ def problems(ranks: Sequence[Sequence[Cell]]) -> list[str]:
 def large(name: str, model: str, on: str, tp: int, pp: int, m: int, seq: int) -> list[list[str]]:
     """A row for each policy, simulated: step time and the fullest rank's memory."""
     plan = schedules.build(name, p=pp, m=m)
-    rows, plain = [], (0.0, 0.0)
+    rows: list[list[str]] = []
+    plain = (0.0, 0.0)
     for policy in POLICIES:
         shape = Shape(seq, 1, tp, checkpoint=ANALYTIC[policy])
         result = simulate(plan, analytic(load_model(model), device(on), plan.placement, shape))

@@ -10,8 +10,7 @@ from torch import nn
 
 from ..passes.block import unbox
 from ..passes.offload import Stored
-from .ghosts import Ghost
-from .ledger import Ledger, Room
+from .ledger import Ghost, Ledger, Room
 
 
 @dataclass(frozen=True, slots=True)
