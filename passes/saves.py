@@ -118,9 +118,10 @@ class _Values:
         linked = {
             frozenset((self.unit[node], self.unit[user]))
             for node in joint.graph.nodes
-            if node.target is CUT and node in joint.phase
+            # Of F alone: made again in W, what I's units hand to each other would be one W unit's for another.
+            if node.target is CUT and joint.phase.get(node) is Phase.F
             for user in node.users
-            if joint.phase.get(user) is joint.phase[node]
+            if joint.phase.get(user) is Phase.F
         }
         for node, phase in joint.phase.items():
             for source in self.reads(node):

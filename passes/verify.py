@@ -77,9 +77,15 @@ def _verify_reads(chunk: ChunkUnits) -> None:
         Phase.I: {*chunk.for_I, *joint.tangents},
         Phase.W: {*chunk.for_W, *chunk.handed},
     }
+    light: set[fx.Node] = set()
     for phase, units in chunk.units.items():
         known = set(starts[phase])
         for unit in units:
+            if phase is Phase.W and unit.matmuls and light.intersection(unit.args):
+                # Blocks run queued W's with products first (``schedule.weave``).
+                raise VerifyError(f"unit {unit.label} reads what a unit without a product makes")
+            if phase is Phase.W and not unit.matmuls:
+                light |= set(unit.outs)
             for arg in unit.args:
                 source = arg.args[0] if chunk.is_collective(arg) else arg
                 if arg not in known and chunk.resolve(source) not in known:  # type: ignore[arg-type]

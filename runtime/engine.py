@@ -25,6 +25,7 @@ from ..schedule import Phase as Do
 from ..schedule.listorder import CostOrder
 from ..schedule.lower import Channel
 from ..schedule.offload import OffloadPlan
+from ..schedule.received import received
 from .bind import bind
 from .emulate import check_times, timed
 from .mesh import Mesh
@@ -118,7 +119,7 @@ class Engine:
     ) -> None:
         self.lowered, self.schedule, self.mesh = lowered, schedule, mesh
         self.slots, self.collectives, self.order = slots, collectives, order
-        self.outbox, self.buffers = Outbox(), Buffers()
+        self.outbox, self.buffers = Outbox(received(schedule, mesh.pp_rank)), Buffers()
         self.offload = offload
         self.host = HostMemory(make_lanes(mesh.device)) if offload is not None else None
         self.meter = Meter(schedule, mesh)
@@ -205,12 +206,12 @@ class Engine:
             source, target = place.rank_of(channel.chunk), place.rank_of(channel.target)
             if self.mesh.pp_rank == source:
                 peer = self.mesh.global_rank(target)
-                modules[f"send_{phase}{channel.chunk}"] = Send(group, peer, self.outbox)
+                modules[f"send_{phase}{channel.chunk}"] = Send(group, peer, self.outbox, channel)
             else:
                 peer = self.mesh.global_rank(source)
                 layouts = self.layouts(channel)
                 modules[f"post_{phase}{channel.chunk}"] = Post(group, peer, layouts, self.buffers)
-                modules[f"arrive_{phase}{channel.chunk}"] = Arrive()
+                modules[f"arrive_{phase}{channel.chunk}"] = Arrive(self.outbox)
         if os.environ.get("FXBRAID_POISON") == "1":
             modules["release"] = Release(self.buffers)
         return modules

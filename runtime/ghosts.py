@@ -15,6 +15,7 @@ from ..passes.launches import launched
 from ..passes.products import Product, Products, products
 from ..passes.storages import Held, held
 from ..passes.units import ChunkUnits, Unit
+from ..schedule.lower import Channel
 from .ledger import Ghost, Ledger, Room
 
 
@@ -181,28 +182,46 @@ class GhostUnit(nn.Module):
 
 
 class GhostOutbox:
-    """Messages on their way. The last ones only: what was sent before them has arrived by the next time that this rank
-    sends, as its receiver posts a step ahead."""
+    """Messages on their way, as :class:`runtime.p2p.Outbox` holds them where only a peer's messages prove that they
+    have arrived."""
 
-    def __init__(self) -> None:
-        self.sent: list[Ghost] = []
+    def __init__(self, known: Sequence[Mapping[Channel, int]]) -> None:
+        self._known = known
+        self._sent: dict[Channel, list[list[Ghost] | None]] = {}
+        self._received = 0
+
+    def put(self, message: list[Ghost], channel: Channel) -> None:
+        """Hold it."""
+        self._sent.setdefault(channel, []).append(message)
+
+    def received(self) -> None:
+        """The next receive of the step is over."""
+        for channel, count in self._known[self._received].items():
+            messages = self._sent[channel]
+            messages[:count] = [None] * count
+        self._received += 1
+
+    def flush(self) -> None:
+        """All have arrived."""
+        self._sent.clear()
 
 
 class GhostSend(nn.Module):
     """``forward(*values)``: they are on their way."""
 
-    def __init__(self, ledger: Ledger, outbox: GhostOutbox) -> None:
+    def __init__(self, ledger: Ledger, outbox: GhostOutbox, channel: Channel) -> None:
         super().__init__()
-        self._ledger, self._outbox = ledger, outbox
+        self._ledger, self._outbox, self._channel = ledger, outbox, channel
 
     def forward(self, *values: Ghost) -> None:
-        self._outbox.sent.clear()
+        message = []
         for value in values:
             if not value.dense:
                 value = Ghost(Room(self._ledger, "communication", value.nbytes), value.nbytes)
             elif value.room.kind == "temporaries":
                 value.room.become("communication")
-            self._outbox.sent.append(value)
+            message.append(value)
+        self._outbox.put(message, self._channel)
 
 
 class GhostPost(nn.Module):
@@ -223,7 +242,12 @@ class GhostPost(nn.Module):
 class GhostArrive(nn.Module):
     """``forward(posted)``: its values."""
 
+    def __init__(self, outbox: GhostOutbox) -> None:
+        super().__init__()
+        self._outbox = outbox
+
     def forward(self, posted: list[Ghost]) -> list[Ghost]:
+        self._outbox.received()
         return list(posted)
 
 

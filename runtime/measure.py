@@ -183,6 +183,7 @@ def measure(engine: Engine, inputs: Mapping[str, Sequence[Tensor]], *, held: Ite
     log = _Log(engine, mode, map(parts, engine.schedule.actions[engine.mesh.pp_rank]))
     mode.see(engine.buffers.tensors())
     run = bind(engine.program, log.around)
+    engine.outbox.forget()
     with mode, compat.below_autograd():
         results = run(*args)
     engine.outbox.flush()

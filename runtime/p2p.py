@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..passes.buffers import Layout
 from ..passes.errors import VerifyError
+from ..schedule.lower import Channel
 
 #: Seconds in which a thread of gloo lets go of a tensor.
 LET_GO_S = 0.5
@@ -34,45 +35,72 @@ LET_GO_S = 0.5
 class Outbox:
     """Messages on their way: each tensor is held until its send has completed, and no longer.
 
-    Nothing here waits before ``flush``, which on CUDA lets the compute stream wait and not the host.
+    Work of NCCL says that it has; gloo's never does, but what comes back from the peer proves it (``known``, of
+    ``schedule.received``), so that a rank holds the messages of a few micro-batches and not of all. Waiting for what
+    has arrived does not block, and nothing else is waited for before ``flush``, which on CUDA lets the compute stream
+    wait and not the host.
     """
 
-    def __init__(self) -> None:
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+    def __init__(self, known: Sequence[Mapping[Channel, int]] = ()) -> None:
+        self._known = known
+        self._sent: dict[Channel | None, deque[tuple[tuple[dist.Work, ...], list[Tensor]]]] = {}
+        self._gone: dict[Channel | None, int] = {}
+        self._received = 0
 
-    def put(self, work: dist.Work, tensor: Tensor) -> None:
-        """Hold ``tensor`` for ``work``; let go of what has arrived."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        self._sent.append((work, tensor))
+    def put(
+        self, works: Sequence[dist.Work], tensors: Sequence[Tensor], channel: Channel | None = None
+    ) -> None:
+        """Hold a message: ``tensors`` until ``works`` are done. Lets go of what is known to be over."""
+        for own, queue in self._sent.items():
+            while queue and all(work.is_completed() for work in queue[0][0]):
+                self._drop(own)
+        self._sent.setdefault(channel, deque()).append((tuple(works), list(tensors)))
+
+    def received(self) -> None:
+        """The next receive of the step is over."""
+        if self._received < len(self._known):
+            for channel, count in self._known[self._received].items():
+                while self._gone.get(channel, 0) < count and self._sent.get(channel):
+                    self._drop(channel)
+        self._received += 1
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        for channel, queue in self._sent.items():
+            while queue:
+                self._drop(channel)
+
+    def _drop(self, channel: Channel | None) -> None:
+        works, _ = self._sent[channel].popleft()
+        self._gone[channel] = self._gone.get(channel, 0) + 1
+        for work in works:
+            if not work.is_completed():
+                work.wait()
 
     def forget(self) -> None:
-        """Drop what a step that failed left behind."""
+        """A step begins. Drops what one that failed left behind."""
         self._sent.clear()
+        self._gone.clear()
+        self._received = 0
 
     def tensors(self) -> list[Tensor]:
         """What is still held."""
-        return [tensor for _, tensor in self._sent]
+        return [tensor for queue in self._sent.values() for _, held in queue for tensor in held]
 
 
 class Send(nn.Module):
     """``forward(*values)``: send each to the peer, without waiting."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, outbox: Outbox) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, peer: int, outbox: Outbox, channel: Channel | None = None
+    ) -> None:
         super().__init__()
-        self._group, self._peer, self._outbox = group, peer, outbox
+        self._group, self._peer, self._outbox, self._channel = group, peer, outbox, channel
 
     def forward(self, *values: Tensor) -> None:
-        for value in values:
-            tensor = value.contiguous()
-            work = dist.isend(tensor, self._peer, group=self._group)
-            if work is not None:
-                self._outbox.put(work, tensor)
+        tensors = [value.contiguous() for value in values]
+        works = [dist.isend(tensor, self._peer, group=self._group) for tensor in tensors]
+        self._outbox.put([work for work in works if work is not None], tensors, self._channel)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(to rank {self._peer})"
@@ -160,11 +188,17 @@ class Post(nn.Module):
 
 
 class Arrive(nn.Module):
-    """``forward(posted)``: wait for a posted receive and return its values."""
+    """``forward(posted)``: wait for a posted receive and return its values. ``outbox`` learns from it what has arrived
+    at the other end."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__()
+        self._outbox = outbox
 
     def forward(self, posted: Posted) -> list[Tensor]:
         values = []
         for work, buffer in posted:
             work.wait()
             values.append(buffer)
+        self._outbox.received()
         return values

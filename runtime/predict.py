@@ -27,6 +27,7 @@ from ..schedule import Action, Schedule
 from ..schedule.listorder import CostOrder
 from ..schedule.lower import channels
 from ..schedule.offload import OffloadPlan
+from ..schedule.received import received
 from ..simulate.memory import Memory, RankMemory
 from .bind import Call, bind
 from .ghost_offload import GhostAway, GhostBack, GhostOffload, GhostReload
@@ -98,7 +99,7 @@ class _Rank:
         self.chunks = {c: lowered.chunks[c] for c in schedule.placement.chunks_of(rank)}
         self.ledger = Ledger()
         self.nothing = Room(self.ledger, "parameters", 0, pinned=True)
-        self.outbox = GhostOutbox()
+        self.outbox = GhostOutbox(received(schedule, rank))
         self.slots: dict[int, Room] = {}
         self.grads = self._grads()
         self.context = BlockContext(
@@ -141,13 +142,13 @@ class _Rank:
         for channel, source, target in channels(self.schedule):
             label = f"{channel.phase}{channel.chunk}"
             if self.rank == source:
-                modules[f"send_{label}"] = GhostSend(self.ledger, self.outbox)
+                modules[f"send_{label}"] = GhostSend(self.ledger, self.outbox, channel)
             elif self.rank == target:
                 joint = self.chunks[channel.target].joint
                 nodes = joint.boundary if channel.phase == "F" else joint.tangents
                 layouts = [Layout.of(node.meta["val"]) for node in nodes]
                 modules[f"post_{label}"] = GhostPost(self.ledger, layouts, self.slots)
-                modules[f"arrive_{label}"] = GhostArrive()
+                modules[f"arrive_{label}"] = GhostArrive(self.outbox)
         return modules
 
     def _grads(self) -> dict[int, dict[str, GhostSlot]]:
@@ -183,7 +184,7 @@ class _Rank:
         ledger.mark("start")
         call = bind(self.program.graph_module, self._around)
         results = call(*(self._input(name) for name in self.program.inputs))
-        self.outbox.sent.clear()
+        self.outbox.flush()
         ledger.step = len(self.schedule.actions[self.rank])
         ledger.mark("messages")
         del results

@@ -14,14 +14,16 @@ import fxbraid
 from fxbraid.passes.checkpoint import NAMES
 from fxbraid.passes.pipeline import Cut, Lowered, recut
 from fxbraid.runtime.costs import chunk_cost, workload
-from fxbraid.runtime.ghosts import size_of
+from fxbraid.runtime.ghosts import Library, size_of
 from fxbraid.runtime.launch import launch
 from fxbraid.runtime.measure import LiveStorages, Measured, measure
 from fxbraid.runtime.predict import Setting, predict_memory
-from fxbraid.schedule import FAMILIES, Phase, Schedule, build, check, parts, peak_memory
+from fxbraid.schedule import FAMILIES, build, check, peak_memory
 from fxbraid.schedule.offload import OffloadPlan
+from fxbraid.schedule.weave import weave
 from fxbraid.simulate.memory import KINDS, Memory, RankMemory, amount, read_amount
 from fxbraid.simulate.offload import early_chunks, plan_offload
+from fxbraid.simulate.workload import ChunkCost, strand
 
 from .alone import engine, inputs
 from .tiny import batch, lower, qwen2
@@ -75,25 +77,34 @@ def measured(
 
 
 def bound(policy: str, name: str, p: int, m: int, rank: int) -> float:
-    """Bytes that the schedule promises not to exceed: so many chunk activations, each as large as the rank's largest,
-    what is computed again of chunks between their I and the end of their W, and what is on its way (two receives posted
-    ahead, a message that leaves, one that has just arrived)."""
+    """Bytes that the schedule promises not to exceed: so many chunk activations, each the most that a chunk of the rank
+    keeps of a micro-batch between its blocks (behind F, and behind I where W waits); what a backward under way has
+    beyond that; and what is on its way (two receives posted ahead, a message that leaves, one that has just arrived).
+    """
     schedule = build(name, p=p, m=m)
+    promise = peak_memory(schedule)[rank]
     chunks = [traced(policy, schedule.n_chunks)[1].chunks[c] for c in schedule.placement.chunks_of(rank)]
     second = {u.key: 1.0 for c in chunks for us in c.units.values() for u in us}
     costs = [chunk_cost(c, second, lambda _: 0.0) for c in chunks]
     message = max(max(c.sends_f, c.sends_i) for c in costs)
-    again = max(sum(u.saves for u in c.i if u.again) for c in costs)
-    saved = max(c.saved for c in costs)
-    return saved * peak_memory(schedule)[rank].live + again * owed(schedule, rank) + 4 * message
+    kept = max(max(c.saved, handed_over(c) if promise.queued else 0.0) for c in costs)
+    under_way = max(highest(c, own) for c in costs for own in {True, not promise.queued})
+    return kept * promise.live + max(0.0, under_way - kept) + 4 * message
 
 
-def owed(schedule: Schedule, rank: int) -> int:
-    """The most chunks whose backward has begun and is not over."""
-    now = most = 0
-    for action in (action for step in schedule.actions[rank] for action in parts(step)):
-        now += {Phase.I: 1, Phase.W: -1}.get(action.phase, 0)
-        most = max(most, now + (action.phase is Phase.B))
+def handed_over(chunk: ChunkCost) -> float:
+    """Bytes that wait for a queued W."""
+    return chunk.saved + sum(unit.saves - unit.frees for unit in chunk.i)
+
+
+def highest(chunk: ChunkCost, own: bool) -> float:
+    """The most bytes of a chunk and micro-batch while its backward runs alone. own: its W's run with its I's."""
+    units = [chunk.i, chunk.w] if own else [chunk.i]
+    strands = [strand(of, phase, own=phase == "W") for of, phase in zip(units, "IW", strict=False)]
+    now = most = chunk.saved
+    for unit in (units[s][u] for s, u in weave(strands)):
+        most = max(most, now + unit.saves)
+        now += unit.saves - unit.frees
     return most
 
 
@@ -119,7 +130,11 @@ def test_the_predicted_peak_is_the_measured_one_and_the_promise_is_kept(
         assert said.activations_inside == pytest.approx(found.inside, rel=0.05), (rank, found)
         # What the schedule counts, counted in the run.
         assert 0 < found.live <= promise.live and 0 < found.kept <= promise.activations, (rank, found)
-        assert found.peak <= 1.05 * bound(policy, name, p, m, rank), (rank, found)
+        assert found.peak <= 1.05 * bound(policy, name, p, m, rank), (
+            rank,
+            found,
+            bound(policy, name, p, m, rank),
+        )
         # Nothing is left behind the step but the buffers that the next one uses again.
         assert found.after == buffers, (rank, found)
 
@@ -152,23 +167,31 @@ def test_with_chunk0_on_the_host_the_predicted_peak_is_the_measured_one(
     assert min(b.activations / a.activations for a, b in zip(here.ranks, gone.ranks, strict=True)) < 0.97
 
 
+def enough(name: str, p: int) -> tuple[int, int, int]:
+    """Micro-batches from which on the peak does not grow. Interleaved schedules hold a chunk more where p does not
+    divide m; ``stp_plus`` uses what memory there is to fill its bubble, up to 8p."""
+    if name == "stp_plus":
+        return 8 * p, 9 * p, 10 * p + 1
+    if name.startswith("interleaved"):
+        return 3 * p, 4 * p, 6 * p
+    return 3 * p, 4 * p, 6 * p + 1
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ALL_OF_THEM])
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_peak_does_not_depend_on_m(name: str, p: int) -> None:
     count = p * FAMILIES[name].v
     _, lowered = many_chunks() if count > 4 else traced("none", count)
-    few, more, many = (
-        predict_memory(lowered, build(name, p=p, m=m), Setting(compile=False))
-        for m in (3 * p, 4 * p, 6 * p + 1)
+    numbers = enough(name, p)
+    library = Library(fused=False)
+    few, *more = (
+        predict_memory(lowered, build(name, p=p, m=m), Setting(compile=False), library=library)
+        for m in numbers
     )
-    for a, b, c in zip(few.ranks, more.ranks, many.ranks, strict=True):
-        # A loss, 4 bytes, is kept of every micro-batch.
-        assert a.activations >= b.activations - 4 * p and a.activations >= c.activations - 4 * (3 * p + 1), (
-            name,
-            a.activations,
-            b.activations,
-            c.activations,
-        )
+    for memory, m in zip(more, numbers[1:], strict=True):
+        for a, b in zip(few.ranks, memory.ranks, strict=True):
+            # A loss, 4 bytes, is kept of every micro-batch.
+            assert b.activations <= a.activations + 4 * (m - numbers[0]), (name, m)
 
 
 @cache

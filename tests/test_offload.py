@@ -397,7 +397,7 @@ def test_a_step_that_fails_forgets_what_was_on_its_way(
 
 def test_options_that_make_no_sense_are_refused() -> None:
     asked = {n: p.default for n, p in inspect.signature(fxbraid.braid).parameters.items() if n != "model"}
-    asked |= {"example_batch": batch(4), "n_microbatches": 2}
+    asked |= {"example_batch": batch(4), "n_microbatches": 2, "schedule": "stp"}
     for good in (None, "chunk0", 0.3, 1, lambda chunk, unit: chunk == 0):
         checked(asked | {"offload": good})
     for bad in ("chunk1", 0, 1.01, -0.5, True, float("nan")):

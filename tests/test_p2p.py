@@ -19,8 +19,9 @@ from fxbraid.passes.errors import VerifyError
 from fxbraid.passes.pipeline import Lowered
 from fxbraid.runtime.launch import launch
 from fxbraid.runtime.p2p import Buffers, Outbox, Release
-from fxbraid.schedule import Action, Placement, Schedule, build
+from fxbraid.schedule import FAMILIES, Action, Placement, Schedule, build, parts
 from fxbraid.schedule import lower as lowering
+from fxbraid.schedule.received import received
 from fxbraid.simulate import Link, constants, simulate
 
 from .alone import Done, engine, inputs, random_schedule
@@ -28,6 +29,10 @@ from .parity import Case, merge, run_cases
 from .tiny import batch, lower, qwen2
 
 aten = torch.ops.aten
+
+
+def drawn(seed: int) -> Schedule:
+    return random_schedule(seed, Placement("v" if seed % 2 else "loop", 3, 2), m=4)
 
 
 @pytest.fixture(scope="module")
@@ -314,10 +319,56 @@ def test_the_outbox_holds_a_tensor_until_it_is_sent() -> None:
     works = [Done(arrived=False) for _ in range(3)]
     tensors = [torch.ones(1) for _ in works]
     for work, tensor in zip(works, tensors, strict=True):
-        outbox.put(work, tensor)  # type: ignore[arg-type]
+        outbox.put([work], [tensor])  # type: ignore[list-item]
     assert len(outbox.tensors()) == 3
     works[0].arrived = works[1].arrived = True
-    outbox.put(Done(arrived=False), torch.zeros(1))  # type: ignore[arg-type]
+    outbox.put([Done(arrived=False)], [torch.zeros(1)])  # type: ignore[list-item]
     assert [t.item() for t in outbox.tensors()] == [1.0, 0.0]
     outbox.flush()
     assert works[2].arrived and outbox.tensors() == []
+
+
+@pytest.mark.parametrize(
+    "schedule", [*(build(name, p=3, m=9) for name in FAMILIES), *map(drawn, range(6))], ids=str
+)
+def test_what_is_let_go_of_has_arrived_in_any_order_of_events(schedule: Schedule) -> None:
+    """Against the graph of what must happen before what."""
+    before: dict[Any, set[Any]] = {}
+    lists = [lowering.lower(schedule, rank) for rank in range(schedule.p)]
+    senders = {
+        message: (source, at)
+        for channel, source, _ in lowering.channels(schedule)
+        for at, one in enumerate(lists[source])
+        if isinstance(one, lowering.Run)
+        for action in parts(one.step)
+        if ("I" if action.phase.value == "B" else action.phase.value, action.chunk)
+        == (channel.phase, channel.chunk)
+        and (message := lowering.Message(channel, action.microbatch))
+    }
+    over = {one.message: (r, at) for r, own in enumerate(lists) for at, one in enumerate(own) if arrives(one)}
+    assert set(senders) == set(over)
+
+    def earlier(event: Any) -> set[Any]:
+        if event not in before:
+            rank, at = event
+            before[event] = {event}
+            if at:
+                before[event] |= earlier((rank, at - 1))
+            if arrives(lists[rank][at]):
+                before[event] |= earlier(senders[lists[rank][at].message])
+        return before[event]
+
+    for rank in range(schedule.p):
+        mine = [at for at, one in enumerate(lists[rank]) if arrives(one)]
+        claims = received(schedule, rank)
+        assert len(claims) == len(mine)
+        total = 0
+        for at, claim in zip(mine, claims, strict=True):
+            for channel, count in claim.items():
+                assert over[lowering.Message(channel, count - 1)] in earlier((rank, at))
+                total += 1
+        assert total or not mine or schedule.name == "gpipe"
+
+
+def arrives(one: Any) -> bool:
+    return isinstance(one, lowering.Arrive)
