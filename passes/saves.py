@@ -128,7 +128,7 @@ class _Values:
                 base = self.base(source)
                 if base in self.unit and joint.phase.get(base) is phase:
                     ends = frozenset((self.unit[base], self.unit[node]))
-                    if len(ends) > 1 and -1 not in ends and ends not in linked:
+                    if len(ends) > 1 and -1 not in ends and not (phase is Phase.F and ends in linked):
                         self.crossing.add(base)
 
     def reads(self, node: fx.Node) -> Iterator[fx.Node]:
