@@ -3,6 +3,9 @@
 Two questions, kept apart. What fits is read off the programs of all ranks (``runtime.predict``), by every rank for
 itself and with the same result, so that what can't be done is refused before anything is sent. What is fastest among
 that is asked of the simulator at costs measured here; the first rank answers, as in :mod:`fxbraid.decide`.
+
+Offload takes as much as there is time for, so it is known at measured costs alone: what does not fit is looked at again
+then, with the first chunk of every rank on its way to the host, the fastest first.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from .passes.pipeline import Cut, Lowered, recut
 from .plan.choose import NEAR, Candidate, Choice, braids, hides
 from .runtime.ghosts import Library
 from .schedule import FAMILIES, Placement, Schedule, ScheduleError
-from .simulate import BlockClock, Workload, at_clock
+from .schedule.offload import OffloadPlan
+from .simulate import BlockClock, Workload, at_clock, peaks
 from .simulate.memory import amount
+from .simulate.offload import early_chunks, plan_offload
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,16 @@ VARIANTS: tuple[Variant, ...] = (
     _again("attention+mlp", "mlp", "attention"),
     _again("all", "mlp", "attention", "attention+mlp"),
 )
-"""What is tried with every schedule. Offload is not among it: what leaves depends on measured times, and a budget is
-kept or refused before anything is measured."""
+"""What is tried with every schedule before anything is measured."""
 
-GROW = ("gpipe", "looped_bfs")
-"""Schedules whose peak grows with the number of micro-batches."""
+AWAY = "chunk0"
+"""What is offloaded of what does not fit."""
+
+NEARLY = 1.05
+"""The simulator's peak of saved activations may be so far off where it says that offload can't be enough."""
+
+GROW = ("gpipe", "looped_bfs", "stp_plus")
+"""Schedules whose peak grows with the number of micro-batches, beyond 3p of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,17 @@ class Way:
     def said(self) -> str:
         """In sentences."""
         return self.name if not self.variant.changes else f"{self.name} with {self.variant.name}"
+
+    @property
+    def with_offload(self) -> str:
+        """The same with its first chunk on the host."""
+        return f"{self.said}{' and' if self.variant.changes else ' with'} offload={AWAY!r}".replace("'", '"')
+
+    @property
+    def offloaded(self) -> Way:
+        """This way, with its first chunk on the host among what it changes."""
+        changes = {**self.variant.changes, "offload": AWAY}
+        return replace(self, variant=replace(self.variant, changes=changes))
 
 
 class Budget:
@@ -98,6 +119,7 @@ class Budget:
         self._traces: dict[tuple[str, int], Lowered | None] = {}
         self._library = Library(fused=options.compile is not False)
         self._peaks: dict[tuple[str, str], int] = {}
+        self._least = 0
         self._asked = asked
         if variants is None:
             variants = VARIANTS if options.checkpoint == "none" else (KEPT,)
@@ -185,40 +207,79 @@ class Budget:
             self._peaks[key] = self.exact(way, short) + 4 * (self.m - short.m)
         return self._peaks[key]
 
-    def exact(self, way: Way, schedule: Schedule | None = None, ordered_by: Workload | None = None) -> int:
-        """The same for the whole step, with units in blocks ordered by costs."""
+    def exact(
+        self,
+        way: Way,
+        schedule: Schedule | None = None,
+        ordered_by: Workload | None = None,
+        offload: OffloadPlan | None = None,
+    ) -> int:
+        """The same for the whole step, with units in blocks ordered by costs, and with offload."""
         made = schedule or way.schedule
         lowered = self.lowered(way.variant, made.n_chunks)
         assert lowered is not None
         options = replace(self.options, **way.variant.changes)
-        return memory_of(lowered, made, options, self.dp, library=self._library, ordered_by=ordered_by).peak
+        found = memory_of(
+            lowered, made, options, self.dp, library=self._library, ordered_by=ordered_by, offload=offload
+        )
+        static = max(rank.static for rank in found.ranks)
+        self._least = min(static, self._least or static)
+        return found.peak
 
-    def fitting(self) -> list[Way]:
-        """Every way that fits. Raises BraidError, with what the leanest needs, where there is none. Local; the same on
-        every rank."""
+    @property
+    def asked(self) -> str:
+        """The name of the one schedule, or "auto"."""
+        return self._asked.name if self._asked is not None else "auto"
+
+    @property
+    def offloads(self) -> bool:
+        """May activations go to the host where too much does not fit?"""
+        return self.options.offload is None
+
+    def fitting(self, *, offload: bool = False) -> list[Way]:
+        """Every way that fits. Raises BraidError, with what the leanest needs, where there is none; with ``offload``
+        only where activations on the host can't help. Local; the same on every rank."""
         if not self.ways:
             raise BraidError(
                 f"no schedule can be looked at for memory_budget={amount(self.nbytes)}: the model has too few layers "
                 f"for {self.p} chunks; lower pp_size"
             )
         found = [way for way in self.ways if self.peak(way) <= self.nbytes]
-        if not found:
-            leanest = min(self.ways, key=self.peak)
-            least = self.peak(leanest)
-            raise BraidError(
-                f"memory_budget={amount(self.nbytes)} can't be kept: the leanest of {len(self.ways)} ways to run, "
-                f"{leanest.said}, needs {amount(least)} on its fullest rank (parameters, gradients, AdamW's state and "
-                f"a step), {amount(least - self.nbytes)} more; raise the budget to that, use more ranks, or smaller "
-                "micro-batches"
-            )
+        if not found and not (offload and self.offloads and self._least <= self.nbytes):
+            raise BraidError(self.too_little())
         return found
+
+    def too_little(self, hosted: tuple[int, str] | None = None) -> str:
+        """Why nothing fits. hosted: bytes of what needs least with activations on the host, and its name."""
+        leanest = min(self.ways, key=self.peak)
+        least, said = self.peak(leanest), leanest.said
+        if hosted is not None and hosted[0] < least:
+            least, said = hosted
+        return (
+            f"memory_budget={amount(self.nbytes)} can't be kept: the leanest of {len(self.ways)} ways to run, {said}, "
+            f"needs {amount(least)} on its fullest rank (parameters, gradients, AdamW's state and a step), "
+            f"{amount(least - self.nbytes)} more; raise the budget to that, use more ranks, or smaller micro-batches"
+        )
+
+    def hosted(self, way: Way, costs: Workload, order: str) -> int | None:
+        """Bytes of the fullest rank where the first chunk of each goes to the host, as far as there is time; None where
+        nothing does, or where that can't be enough."""
+        ordered_by = costs if order == "costs" else None
+        wanted = early_chunks(way.schedule)
+        plan = plan_offload(way.schedule, costs, wanted, braided=self.options.braided, ordered_by=ordered_by)
+        if not any(plan.parcels):
+            return None
+        here, gone = (peaks(way.schedule, costs, ordered_by=ordered_by, offload=p) for p in (None, plan))
+        if self.peak(way) - max(a - b for a, b in zip(here, gone, strict=True)) > NEARLY * self.nbytes:
+            return None
+        return self.exact(way, ordered_by=ordered_by, offload=plan)
 
 
 def choose_under(
     budget: Budget, costs: Callable[[Way], Workload], orders: Sequence[str], asked: str
 ) -> tuple[Way, Choice, Workload]:
     """The fastest way that fits. ``costs``: of a way's chunks. Every rank gets the same from the same costs."""
-    timed: list[tuple[float, int, Way, str, Workload]] = []
+    timed: list[Timed] = []
     for way in budget.ways:
         workload = costs(way)
         for order in orders:
@@ -226,6 +287,9 @@ def choose_under(
             timed.append((at_clock(way.schedule, clock).step_time, budget.peak(way), way, order, workload))
     timed.sort(key=lambda one: one[:2])
     inside = [one for one in timed if one[1] <= budget.nbytes]
+    hosted = _with_offload(budget, timed, inside[0][0] * (1 - NEAR) if inside else None)
+    if hosted is not None:
+        return _chosen(budget, hosted, timed, asked, offload=AWAY)
     fastest = inside[0][0]
     near = sorted((one for one in inside if one[0] <= fastest * (1 + NEAR)), key=lambda one: one[1])
     for _, _, way, order, workload in [*near, *(one for one in inside if one not in near)]:
@@ -236,15 +300,49 @@ def choose_under(
         raise ScheduleError(
             f"memory_budget={amount(budget.nbytes)} can't be kept with units ordered by costs; use order='paper'"
         )
-    time = at_clock(way.schedule, _clock(workload, order)).step_time
-    best = Candidate(way.said, order, time, peak, braids(way.schedule))  # type: ignore[arg-type]
-    larger = [one for one in timed if one[0] < time * (1 - NEAR) and one[1] > budget.nbytes]
+    one = (at_clock(way.schedule, _clock(workload, order)).step_time, peak, way, order, workload)
+    return _chosen(budget, one, timed, asked)
+
+
+Timed = tuple[float, int, Way, str, Workload]
+"""Seconds, bytes, what it is, the order of units, and the costs."""
+
+
+def _with_offload(budget: Budget, timed: Sequence[Timed], before: float | None) -> Timed | None:
+    """The fastest of what does not fit that does with activations on the host, faster than ``before`` seconds. Raises
+    BraidError where ``before`` is None, nothing fits without, and there is none."""
+    if not budget.offloads:
+        return None
+    leanest: tuple[int, str] | None = None
+    for seconds, peak, way, order, workload in timed:
+        if peak <= budget.nbytes or (before is not None and seconds >= before):
+            continue
+        needs = budget.hosted(way, workload, order)
+        if needs is not None and needs <= budget.nbytes:
+            return seconds, needs, way, order, workload
+        if needs is not None and (leanest is None or needs < leanest[0]):
+            leanest = needs, way.with_offload
+    if before is None:
+        raise BraidError(budget.too_little(leanest))
+    return None
+
+
+def _chosen(
+    budget: Budget, one: Timed, timed: Sequence[Timed], asked: str, *, offload: str | None = None
+) -> tuple[Way, Choice, Workload]:
+    """The choice, and what to say about it."""
+    time, peak, way, order, workload = one
+    inside = [other for other in timed if other[1] <= budget.nbytes]
+    name = way.said if offload is None else way.with_offload
+    best = Candidate(name, order, time, peak, braids(way.schedule))  # type: ignore[arg-type]
+    larger = [other for other in timed if other[0] < time * (1 - NEAR) and other[1] > budget.nbytes]
     said = [
-        f"memory budget {amount(budget.nbytes)}: {way.said} needs {amount(peak)} on its fullest rank (parameters, "
-        f"gradients, AdamW's state and the step); {len({one[2].said for one in inside})} of {len(budget.ways)} ways fit"
+        f"memory budget {amount(budget.nbytes)}: {name} needs {amount(peak)} on its fullest rank (parameters, "
+        f"gradients, AdamW's state and the step); {len({other[2].said for other in inside})} of {len(budget.ways)} "
+        f"ways fit{'' if offload is None else ' without offload'}"
     ]
     if larger:
-        more = min(larger, key=lambda one: one[1])
+        more = min(larger, key=lambda other: other[1])
         said.append(
             f"the next larger budget that buys time is {amount(more[1])}: {more[2].said} would take {more[0]:.6g}, "
             f"{100 * (1 - more[0] / time):.1f} % less"
@@ -252,9 +350,9 @@ def choose_under(
     else:
         said.append("a larger budget would buy no time")
     others: list[Candidate] = []
-    for one in inside:
-        if one[2].said not in (way.said, *(other.name for other in others)) and len(others) < 3:
-            others.append(Candidate(one[2].said, one[3], one[0], one[1], braids(one[2].schedule)))  # type: ignore[arg-type]
+    for seconds, needs, other, how, _ in inside:
+        if other.said not in (name, *(known.name for known in others)) and len(others) < 3:
+            others.append(Candidate(other.said, how, seconds, needs, braids(other.schedule)))  # type: ignore[arg-type]
     choice = Choice(
         asked,
         way.schedule,
@@ -266,7 +364,7 @@ def choose_under(
         hides(workload),
         notes=tuple(said),
     )
-    return way, choice, workload
+    return (way if offload is None else way.offloaded), choice, workload
 
 
 def own(lowered: Lowered, placement: Placement, rank: int) -> Lowered:

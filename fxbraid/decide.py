@@ -15,7 +15,7 @@ from . import schedule as schedules
 from .budget import Budget, Way, choose_under, own
 from .order import Order
 from .passes.compile import Artefacts
-from .passes.errors import PartitionError
+from .passes.errors import BraidError, PartitionError
 from .passes.pipeline import Lowered
 from .plan.choose import Candidate, Choice, UnitOrder, choose, settle
 from .runtime.mesh import Mesh
@@ -83,7 +83,7 @@ def decide_under(
 ) -> tuple[Decision, Mapping[str, Any]]:
     """:func:`decide` among what fits into ``budget``; with the options that the choice changes. What can't be done is
     refused before anything is measured. Collective."""
-    budget.fitting()
+    budget.fitting(offload=True)
     costs: dict[tuple[str, int], tuple[Lowered, Profile, Workload]] = {}
     for way in budget.ways:  # the same on every rank
         key = way.variant.name, way.schedule.n_chunks
@@ -95,15 +95,18 @@ def decide_under(
 
     def decision() -> dict[str, Any]:
         way, choice, _ = choose_under(
-            budget, lambda way: costs[way.variant.name, way.schedule.n_chunks][2], orders, "auto"
+            budget, lambda way: costs[way.variant.name, way.schedule.n_chunks][2], orders, budget.asked
         )
-        return {"at": budget.ways.index(way), **_say(choice)}
+        hosted = "offload" in way.variant.changes
+        at = next(k for k, one in enumerate(budget.ways) if way in (one, one.offloaded))
+        return {"at": at, "hosted": hosted, **_say(choice)}
 
     said = _told(mesh, decision)
     way, choice = budget.ways[said["at"]], _hear(said)
     _, profile, workload = costs[way.variant.name, way.schedule.n_chunks]
     ordered_by = workload if choice.best.order == "costs" else None
-    return Decision(way.schedule, ordered_by, profile, choice, _mine(budget, way, mesh)), way.variant.changes
+    changes = (way.offloaded if said["hosted"] else way).variant.changes
+    return Decision(way.schedule, ordered_by, profile, choice, _mine(budget, way, mesh)), changes
 
 
 def _mine(budget: Budget, way: Way, mesh: Mesh) -> Lowered:
@@ -140,11 +143,11 @@ def _told(mesh: Mesh, decision: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if first:
         try:
             mine = decision()
-        except schedules.ScheduleError as raised:
-            mine, error = {"error": str(raised)}, raised
+        except (schedules.ScheduleError, BraidError) as raised:
+            mine, error = {"error": str(raised), "refused": isinstance(raised, BraidError)}, raised
     said = meet(mine)[0]
     if "error" in said:
-        raise error or schedules.ScheduleError(said["error"])
+        raise error or (BraidError if said["refused"] else schedules.ScheduleError)(said["error"])
     return dict(said)
 
 

@@ -303,8 +303,9 @@ class BraidedModel(Explained):
 
         mesh = self._mesh
         budget = Budget(nbytes, self._options, (mesh.pp_size, mesh.dp_size), trace, schedule)
-        if schedule is not None:
-            changes = min(budget.fitting(), key=budget.again).variant.changes
+        fits = budget.fitting(offload=True)
+        if schedule is not None and fits:
+            changes = min(fits, key=budget.again).variant.changes
         else:
             self._decision, changes = decide_under(self._asked(None), budget, mesh, self._artefacts)
             schedule = self._decision.schedule

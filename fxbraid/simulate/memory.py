@@ -66,6 +66,11 @@ class RankMemory:
         return sum(self.moment.high)
 
     @property
+    def static(self) -> int:
+        """What it holds when the step is over: parameters, gradients, the optimizer's state."""
+        return sum(self.samples[-1].levels) - dynamic(self.samples[-1].levels)
+
+    @property
     def split(self) -> dict[str, int]:
         """The peak by kind."""
         return dict(zip(KINDS, self.moment.high, strict=True))
