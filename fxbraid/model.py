@@ -286,9 +286,7 @@ class BraidedModel(Explained):
         )
 
     def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
-        return decide(
-            self._asked(schedule), self._mesh, self._artefacts, Traces(self._tracer, example_batch)
-        )
+        return decide(self._asked(schedule), self._mesh, self._artefacts, Traces(self._tracer, example_batch))
 
     def _fit(self, example_batch: Mapping[str, Any], schedule: Schedule | None, nbytes: int) -> Schedule:
         """The schedule (``schedule``, or where it is None the fastest one), and the options, that fit into ``nbytes``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,25 @@ from torch import nn
 
 from .inputs import Inputs, first
 from .options import Options
-from .passes.cutting import Cut, ForPlacement
+from .passes.cost import StretchCost
+from .passes.cutting import Cut, row_of
 from .passes.partition import Split, distinct
 from .passes.pipeline import Lowered, Only, lower_model
+from .passes.stretches import Stretches
+from .plan.cut import ForPlacement
 from .runtime.mesh import Mesh
 from .schedule import Placement, Schedule
 from .schedule.braid import TYPICAL
+
+
+@dataclass(frozen=True, slots=True)
+class ByFlops:
+    """A cutter: the shortest step, FLOPs taken for time."""
+
+    find: ForPlacement
+
+    def __call__(self, costs: Sequence[StretchCost], row: Stretches, n_chunks: int) -> Cut:
+        return Cut(self.find(costs, row_of(row), n_chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +102,7 @@ class Tracer:
         shapes, dtypes, constants and layouts of images are read. ``split``: another cut than was asked for."""
         split = self._split if split is None else split
         if split == "auto":
-            split = ForPlacement(placement, TYPICAL.ar if self._mesh.tp_size > 1 else 0.0)
+            split = ByFlops(ForPlacement(placement, TYPICAL.ar if self._mesh.tp_size > 1 else 0.0))
         only = None if everything else placement.chunks_of(self._mesh.pp_rank)
         return self._lower(batch, placement.n_chunks, only, split, training=training)
 

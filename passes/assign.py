@@ -47,7 +47,6 @@ def assign(joint: JointGraph) -> dict[fx.Node, int]:
     for node in [n for n in (*loose, *free) if n not in unit]:
         unit[node] = 0
     _behind_sources(joint, order, unit)
-    _sink(joint, order, unit)
     return unit
 
 
@@ -61,15 +60,6 @@ def _longest(joint: JointGraph, nodes: list[fx.Node], unit: dict[fx.Node, int]) 
             if same_strand and source in unit:
                 depth = max(depth, unit[source] + is_mark(source))
         unit[node] = depth
-
-
-def _sink(joint: JointGraph, order: list[fx.Node], unit: dict[fx.Node, int]) -> None:
-    """What only later units of W read is made in the first of these: a heavy unit that another one's result reaches
-    (the transposed gradient behind a norm, next to activations that are computed again) could not run before it."""
-    for node in reversed(order):
-        if joint.phase[node] is Phase.W and node in unit and node.users:
-            if all(joint.phase.get(user) is Phase.W and user in unit for user in node.users):
-                unit[node] = max(unit[node], min(unit[user] for user in node.users))
 
 
 def _first_readers(joint: JointGraph, nodes: list[fx.Node], unit: dict[fx.Node, int], phase: Phase) -> None:

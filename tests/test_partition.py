@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fxbraid.passes.cost import StretchCost
-from fxbraid.passes.cutting import Cut, ForPlacement, balanced, given, places, searched
+from fxbraid.passes.cutting import Cut, balanced, given, places, row_of
 from fxbraid.passes.errors import PartitionError
 from fxbraid.passes.stretches import Stretches
-from fxbraid.plan.cut import CutClock
+from fxbraid.plan.cut import CutClock, ForPlacement, fastest_cut
 from fxbraid.schedule import Placement, build
 from fxbraid.simulate import Workload, constants, simulate
 
@@ -87,34 +87,41 @@ def clock(name: str, per_stretch: Sequence[StretchCost], ratio: float = 0.37) ->
     return CutClock(build(name, p=2, m=8), Workload(tuple(pieces)))
 
 
-def every(own: Stretches, n_chunks: int) -> list[Cut]:
-    found = []
-    for at in combinations(places(own), n_chunks - 1):
-        layers = [one // 2 for one in (0, *at, own.count)]
-        if sorted(set(layers)) == layers:
-            found.append(Cut(at))
-    return found
+def every(own: Stretches, n_chunks: int) -> list[tuple[int, ...]]:
+    return [at for at in combinations(places(own), n_chunks - 1) if row_of(own).fits(at)]
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("trials", [400, 60])
-def test_the_cut_by_cost_is_close_to_the_best_of_all(factor: float, trials: int) -> None:
+def test_the_cut_by_cost_is_the_best_of_all_or_close_to_it(factor: float, trials: int) -> None:
     """With 60 trials of 112 cuts the search climbs; with 400 it looks at all."""
     own, per_stretch = row(4, 6), costs(4, 6, factor)
     time = clock("stp", per_stretch)
-    best = min(time(cut.at) for cut in every(own, 4))
-    cut = searched(per_stretch, own, 4, lambda cut: time(cut.at), trials=trials)
-    assert time(cut.at) <= (1.03 if trials == 400 else 1.08) * best
-    assert time(cut.at) <= time(given([3, 2, 3, 2], own, 4).at)
-    assert time(cut.at) <= time(balanced(per_stretch, own, 4).at)
+    best = min(map(time, every(own, 4)))
+    found = time(fastest_cut(time, row_of(own), trials=trials, near=0.0))
+    assert found <= (1 + 1e-9 if trials == 400 else 1.03) * best
+    assert found <= time(given([2, 3, 2, 3], own, 4).at) * (1 + 1e-9)
+    assert found <= time(balanced(per_stretch, own, 4).at) * (1 + 1e-9)
 
 
-def test_without_measured_costs_the_cut_is_better_than_equal_layers() -> None:
-    for factor in (1.0, 2.0):
-        own, per_stretch = row(4, 6), costs(4, 6, factor)
-        time = clock("stp", per_stretch)
-        cut = ForPlacement(Placement("v", 2, 2), 0.25)(per_stretch, own, 4)
-        assert time(cut.at) < time(given([3, 2, 3, 2], own, 4).at)
+def test_a_search_that_can_not_look_at_all_is_close_to_the_best() -> None:
+    """A piece per layer, 1,140 cuts of which it times 100."""
+    per_stretch = costs(8, 13, 1.5)
+    layers = [per_stretch[2 * k] + per_stretch[2 * k + 1] for k in range(21)]
+    layers[-1] += per_stretch[-1]
+    time = clock("stp", layers)
+    best = min(map(time, combinations(range(1, 21), 3)))
+    at = fastest_cut(time, row_of(row(8, 13)), trials=100)
+    assert time([one // 2 for one in at]) <= 1.02 * best
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_without_measured_costs_the_cut_is_close_to_the_best(factor: float) -> None:
+    own, per_stretch = row(4, 6), costs(4, 6, factor)
+    time = clock("stp", per_stretch, 0.25)
+    at = ForPlacement(Placement("v", 2, 2), 0.25)(per_stretch, row_of(own), 4)
+    assert time(at) <= 1.02 * min(map(time, every(own, 4)))
+    assert time(at) <= time(given([2, 3, 2, 3], own, 4).at)
 
 
 def test_equal_layers_stay_equal() -> None:
@@ -126,8 +133,8 @@ def test_equal_layers_stay_equal() -> None:
         Placement("loop", 2, 2),
         Placement("v", 4, 2),
     ):
-        cut = ForPlacement(place, 0.25)(even, own, place.n_chunks)
-        assert cut == given([8 // place.n_chunks] * place.n_chunks, own, place.n_chunks)
+        at = ForPlacement(place, 0.25)(even, row_of(own), place.n_chunks)
+        assert at == given([8 // place.n_chunks] * place.n_chunks, own, place.n_chunks).at
     assert repr(ForPlacement(place)) == repr(ForPlacement(Placement("v", 4, 2)))  # so that traces are shared
 
 
