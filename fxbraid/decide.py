@@ -27,7 +27,6 @@ from .schedule import Placement, Schedule
 from .schedule.cut import Row
 from .simulate import Workload
 
-
 MEASURED = 0.005
 """A cut that is faster by less, at measured costs, is as good as the plain one."""
 

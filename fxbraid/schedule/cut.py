@@ -98,8 +98,8 @@ def search(
     """The cut of the shortest step: of all, where there are ``trials`` or fewer. Else boundaries move one or two at a
     time, or several together, for as long as that makes the step shorter (or as short, and the dearest chunk cheaper):
     from the balanced cut on and from a few others, or, where there is a quick ``guess`` of a step's time, from the best
-    of those that the same search finds with up to ``guesses`` of it. A plain cut, the balanced one or the one with equal
-    numbers of layers, stays where nothing is faster by more than ``near`` of it. Same arguments, same result."""
+    of those that the same search finds with up to ``guesses`` of it. A plain cut (balanced, or equal numbers of layers)
+    stays where nothing is faster by more than ``near`` of it. Same arguments, same result."""
     even = balance(totals, row, n_chunks)
     if n_chunks == 1:
         return even
