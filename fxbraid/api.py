@@ -88,7 +88,9 @@ def braid(
             Default: "stp"; with a ``memory_budget``, "auto".
         tp_plan: "auto" (the model's own plan; where it has none, one that follows from its graph, which ``report()``
             shows), or a dict of module patterns to styles of transformers ("colwise", "rowwise", "replicated", ...).
-        split: "auto" (layers per chunk balanced by FLOPs, embedding and head included), or the layers of each chunk.
+        split: "auto" (cut where the step is shortest: by the FLOPs of F, I and W, embedding and head included, or by
+            measured costs of layers, where they are measured anyway; docs/partition.md), or the layers of each chunk,
+            those of all towers in the order in which they run.
         compile: "unit" (Inductor, one artefact per distinct unit), "block" (Inductor on whole blocks, with launches and
             waits pinned; docs/compile.md) or False (eager).
         braided: False runs the same order with blocking collectives and nothing interleaved, for comparison.

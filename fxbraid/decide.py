@@ -9,19 +9,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from . import schedule as schedules
 from .budget import Budget, Way, choose_under, own
 from .order import Order
 from .passes.compile import Artefacts
+from .passes.cutting import Cut
 from .passes.errors import BraidError, PartitionError
+from .passes.partition import Partition
 from .passes.pipeline import Lowered
 from .plan.choose import Candidate, Choice, UnitOrder, choose, settle
+from .plan.cut import CutClock, fastest_cut
 from .runtime.mesh import Mesh
-from .runtime.profile import Profile, as_profile, gather_workload, make_profile, meet
+from .runtime.profile import Profile, as_profile, gather_workload, layer_costs, make_profile, meet
 from .schedule import Placement, Schedule
+from .schedule.cut import Row
 from .simulate import Workload
+
+MEASURED = 0.005
+"""A cut that is faster by less, at measured costs, is as good as the plain one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,20 @@ class Asked:
     repeats: int = 5
 
 
+class Trace(Protocol):
+    """What a decision has traced: ``tracing.Traces``."""
+
+    @property
+    def free(self) -> bool:
+        """May chunks begin where they want?"""
+
+    def chunks(self, schedule: Schedule, cut: Cut | None = None) -> Lowered:
+        """This rank's chunks under ``schedule``, cut for it or at ``cut``."""
+
+    def layers(self, count: int) -> Lowered:
+        """Every layer as a chunk, those made that differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What runs. ordered_by: the costs that units in blocks are ordered by, None for the paper's order. lowered: this
@@ -50,16 +71,11 @@ class Decision:
     lowered: Lowered
 
 
-def decide(asked: Asked, mesh: Mesh, artefacts: Artefacts, lower: Callable[[Placement], Lowered]) -> Decision:
-    """Measure, choose, and lower for what was chosen. Collective; the same on every rank.
-
-    ``lower``: traces this rank's chunks under a placement.
-    """
+def decide(asked: Asked, mesh: Mesh, artefacts: Artefacts, traces: Trace) -> Decision:
+    """Measure, cut, choose, and lower for what was chosen. Collective; the same on every rank."""
     schedule = asked.schedule
-    start = schedule if schedule is not None else _provisional(asked, mesh, lower)
-    lowered = lower(start.placement)
-    profile = _profile(asked, mesh, artefacts, lowered, start)
-    costs = gather_workload(lowered, profile, mesh)
+    start = schedule if schedule is not None else _provisional(asked, mesh, traces)
+    lowered, profile, costs = _measured(asked, mesh, artefacts, traces, start)
     orders: tuple[UnitOrder, ...] = ("paper",) if asked.order == "paper" else ("costs", "paper")
 
     def decision() -> Choice:
@@ -72,9 +88,7 @@ def decide(asked: Asked, mesh: Mesh, artefacts: Artefacts, lower: Callable[[Plac
     chosen = schedules.reproducible(choice.schedule) if asked.reproducible else choice.schedule
     schedules.check(chosen)
     if chosen.placement != start.placement:
-        lowered = lower(chosen.placement)
-        profile = _profile(asked, mesh, artefacts, lowered, chosen)
-        costs = gather_workload(lowered, profile, mesh)
+        lowered, profile, costs = _measured(asked, mesh, artefacts, traces, chosen)
     return Decision(chosen, costs if choice.best.order == "costs" else None, profile, choice, lowered)
 
 
@@ -115,15 +129,42 @@ def _mine(budget: Budget, way: Way, mesh: Mesh) -> Lowered:
     return own(lowered, way.schedule.placement, mesh.pp_rank)
 
 
+def _measured(
+    asked: Asked, mesh: Mesh, artefacts: Artefacts, traces: Trace, schedule: Schedule
+) -> tuple[Lowered, Profile, Workload]:
+    """This rank's chunks under ``schedule``, cut by what layers cost where that is free, and the costs of all."""
+    lowered = traces.chunks(schedule)
+    cut = _cut(asked, mesh, artefacts, traces, schedule, lowered.partition)
+    if cut is not None and cut != lowered.partition.cut:
+        lowered = traces.chunks(schedule, cut)
+    profile = _profile(asked, mesh, artefacts, lowered, schedule)
+    return lowered, profile, gather_workload(lowered, profile, mesh)
+
+
+def _cut(
+    asked: Asked, mesh: Mesh, artefacts: Artefacts, traces: Trace, schedule: Schedule, parts: Partition
+) -> Cut | None:
+    """Where ``schedule``'s step is shortest, by measured costs of every layer; None where there is nothing to choose,
+    or nothing to measure (a profile that was given knows the units of its own cut alone)."""
+    count = parts.layers
+    if not traces.free or count == len(parts.chunks) or not isinstance(asked.order, str):
+        return None
+    layers = traces.layers(count)
+    profile = make_profile(layers, artefacts, mesh, schedule, repeats=asked.repeats)
+    pieces = layer_costs(layers, profile, mesh)
+    clock = CutClock(schedule, pieces, asked.braided, by_costs=asked.order == "costs")
+    return Cut(fastest_cut(clock, Row(count), near=MEASURED))
+
+
 def _plain(schedule: Schedule, asked: Asked) -> Schedule:
     return schedule if asked.braided else schedules.unbraid(schedule)
 
 
-def _provisional(asked: Asked, mesh: Mesh, lower: Callable[[Placement], Lowered]) -> Schedule:
+def _provisional(asked: Asked, mesh: Mesh, traces: Trace) -> Schedule:
     """Where chunks lie while costs are measured: two a rank on the V, or one where the model has too few layers."""
     two = schedules.build("zbv", p=mesh.pp_size, m=asked.m)
     try:
-        lower(two.placement)
+        traces.chunks(two)
     except PartitionError:
         return schedules.build("1f1b", p=mesh.pp_size, m=asked.m)
     return two

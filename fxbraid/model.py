@@ -35,7 +35,7 @@ from .runtime.record_step import record
 from .schedule import Placement, Schedule, forward_only
 from .source import Source, agreed
 from .state import constants_of, skeleton, take, uses
-from .tracing import Tracer
+from .tracing import Tracer, Traces
 from .weights import Checkpoint, Loaded
 
 #: Runs one step's blocks: (engine, inputs per micro-batch) -> the last chunk's outputs per micro-batch.
@@ -286,19 +286,18 @@ class BraidedModel(Explained):
         )
 
     def _decide(self, example_batch: Mapping[str, Any], schedule: Schedule | None) -> Decision:
-        return decide(
-            self._asked(schedule),
-            self._mesh,
-            self._artefacts,
-            lambda placement: self._tracer.lower(example_batch, placement),
-        )
+        return decide(self._asked(schedule), self._mesh, self._artefacts, Traces(self._tracer, example_batch))
 
     def _fit(self, example_batch: Mapping[str, Any], schedule: Schedule | None, nbytes: int) -> Schedule:
         """The schedule (``schedule``, or where it is None the fastest one), and the options, that fit into ``nbytes``
         a rank."""
 
         def trace(options: Options, n_chunks: int) -> Lowered:
-            placement = Placement("loop", n_chunks, 1)  # every chunk is traced, wherever it lies
+            if schedule is not None:
+                placement = schedule.placement
+            else:  # every chunk is traced, wherever it lies
+                v = n_chunks // self._mesh.pp_size
+                placement = Placement("v" if v == 2 else "loop", self._mesh.pp_size, v)
             return self._tracer.under(options).lower(example_batch, placement, everything=True)
 
         mesh = self._mesh

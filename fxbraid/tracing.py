@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,46 @@ from torch import nn
 
 from .inputs import Inputs, first
 from .options import Options
-from .passes.partition import Split
-from .passes.pipeline import Lowered, lower_model
+from .passes.cost import StretchCost
+from .passes.cutting import Cut, row_of
+from .passes.partition import Split, distinct
+from .passes.pipeline import Lowered, Only, lower_model
+from .passes.stretches import Stretches
+from .plan.cut import ForPlacement
 from .runtime.mesh import Mesh
-from .schedule import Placement
+from .schedule import Placement, Schedule
+from .schedule.braid import TYPICAL
+
+
+@dataclass(frozen=True, slots=True)
+class ByFlops:
+    """A cutter: the shortest step, FLOPs taken for time."""
+
+    find: ForPlacement
+
+    def __call__(self, costs: Sequence[StretchCost], row: Stretches, n_chunks: int) -> Cut:
+        return Cut(self.find(costs, row_of(row), n_chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """What can be traced of a model at the shapes of ``batch``, before anything is settled."""
+
+    tracer: Tracer
+    batch: Mapping[str, Any]
+
+    @property
+    def free(self) -> bool:
+        """May chunks begin where they want?"""
+        return self.tracer.free
+
+    def chunks(self, schedule: Schedule, cut: Cut | None = None) -> Lowered:
+        """This rank's chunks under ``schedule``, cut for it or at ``cut``."""
+        return self.tracer.lower(self.batch, schedule.placement, split=cut)
+
+    def layers(self, count: int) -> Lowered:
+        """See :meth:`Tracer.layers`."""
+        return self.tracer.layers(self.batch, count)
 
 
 class Tracer:
@@ -31,6 +68,11 @@ class Tracer:
         self._split: Split = options.split
         self._vocabulary: tuple[str, ...] | None = None
         self._inferred: Mapping[str, str] | None = None
+
+    @property
+    def free(self) -> bool:
+        """May chunks begin where they want?"""
+        return self._split == "auto"
 
     def settle(self, lowered: Lowered) -> None:
         """Where chunks begin, an inferred plan, and the parameters that are cut over the vocabulary, stay those of
@@ -54,9 +96,24 @@ class Tracer:
         *,
         training: bool = True,
         everything: bool = False,
+        split: Split | None = None,
     ) -> Lowered:
         """The units of this rank's chunks (``everything``: of all) for a whole, completed ``batch``, of which only
-        shapes, dtypes, constants and layouts of images are read."""
+        shapes, dtypes, constants and layouts of images are read. ``split``: another cut than was asked for."""
+        split = self._split if split is None else split
+        if split == "auto":
+            split = ByFlops(ForPlacement(placement, TYPICAL.ar if self._mesh.tp_size > 1 else 0.0))
+        only = None if everything else placement.chunks_of(self._mesh.pp_rank)
+        return self._lower(batch, placement.n_chunks, only, split, training=training)
+
+    def layers(self, batch: Mapping[str, Any], count: int) -> Lowered:
+        """The model with each of its ``count`` layers as a chunk, of which those are made that differ from all before
+        them: what any cut's costs can be put together from."""
+        return self._lower(batch, count, distinct, [1] * count, training=True)
+
+    def _lower(
+        self, batch: Mapping[str, Any], n_chunks: int, only: Only, split: Split, *, training: bool
+    ) -> Lowered:
         options = self._options
         parts, filled = self.inputs.cut(batch, options.n_microbatches)
         micro = first(parts)
@@ -65,11 +122,11 @@ class Tracer:
             lowered = lower_model(
                 self.model.train(training),
                 micro,
-                n_chunks=placement.n_chunks,
-                only=None if everything else placement.chunks_of(self._mesh.pp_rank),
+                n_chunks=n_chunks,
+                only=only,
                 tp_size=self._mesh.tp_size,
                 tp_plan=options.tp_plan,
-                split_layers=self._split,
+                split_layers=split,
                 loss_reduction=options.loss_reduction,
                 vocab_parallel=options.vocab_parallel if self._vocabulary is None else self._vocabulary,
                 training=training,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from .inputs import first
 from .model import BraidedModel
 from .offloading import Offload
 from .passes.block import Collectives
+from .passes.cutting import Cut
 from .passes.errors import BraidError
 from .passes.pipeline import Lowered
 from .schedule import Placement, Schedule
@@ -87,10 +88,26 @@ def automatic(
     ``other``: gives the model built for another placement of chunks.
     """
 
-    def lower(placement: Placement) -> Lowered:
-        return lowered_of(model if placement == model.schedule.placement else other(placement))
+    def built(schedule: Schedule) -> Lowered:
+        return lowered_of(
+            model if schedule.placement == model.schedule.placement else other(schedule.placement)
+        )
 
-    return decide(Asked(None, order, m), model._mesh, model._artefacts, lower)
+    return decide(Asked(None, order, m), model._mesh, model._artefacts, _Built(built))
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """``decide.Trace`` of models that are built already, and cut as they are."""
+
+    made: Callable[[Schedule], Lowered]
+    free: bool = False
+
+    def chunks(self, schedule: Schedule, cut: Cut | None = None) -> Lowered:
+        return self.made(schedule)
+
+    def layers(self, count: int) -> Lowered:
+        raise BraidError("a model that is built is not cut again; call braid() for another cut")
 
 
 def lowered_of(model: BraidedModel) -> Lowered:

@@ -245,7 +245,7 @@ class _Builder:
             Strand(
                 phase=line.phase.value,
                 launches=tuple(ends_with_mark(line.chunk, unit) for unit in line.units),
-                heavy=tuple(unit.matmuls > 0 for unit in line.units),
+                heavy=tuple(unit.heavy for unit in line.units),
                 depth=tuple(unit.index for unit in line.units),
                 own=line.phase is Phase.W and line.part in own,
                 fetches=tuple(bool(fetched(line.chunk, unit)) for unit in line.units),

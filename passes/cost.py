@@ -13,9 +13,13 @@ from torch.utils.flop_counter import flop_registry
 from .experts import grouped_flops, is_grouped_product
 from .marks import TP_GATHER, TP_SCATTER
 
+#: As they are traced, before they are one operator.
+_CONVOLUTIONS = frozenset(getattr(torch.ops.aten, f"conv{n}d") for n in (1, 2, 3))
+
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of one node (2 per multiply-add of a matrix product, 0 for anything else)."""
+    """Floating-point operations of one node (2 per multiply-add of a matrix product or a convolution, 0 for
+    anything else)."""
     if node.op != "call_function":
         return 0
     out = node.meta.get("val")
@@ -26,6 +30,8 @@ def flops(node: fx.Node) -> int:
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         query, key = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
         return 4 * math.prod(query.shape) * int(key.shape[-2])
+    if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS:
+        return 2 * math.prod(out.shape) * math.prod(node.args[1].meta["val"].shape[1:])  # type: ignore[union-attr]
     if is_grouped_product(node):
         return grouped_flops(node)
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))

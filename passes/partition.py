@@ -128,11 +128,42 @@ def partition(
     )
 
 
+def alike(parts: Partition) -> list[int]:
+    """For every chunk the first one that computes the same: equal operators on equal shapes and types."""
+    first: dict[str, int] = {}
+    return [first.setdefault(_structure(chunk), chunk.index) for chunk in parts.chunks]
+
+
+def distinct(parts: Partition) -> list[int]:
+    """The chunks that compute what no chunk before them does."""
+    return sorted(set(alike(parts)))
+
+
+def _structure(chunk: Chunk) -> str:
+    number: dict[fx.Node, str] = {}
+    lines = [repr(chunk.boundary_grads)]
+    for node in chunk.graph_module.graph.nodes:
+        number[node] = f"%{len(number)}"
+        args = fx.map_arg((node.args, node.kwargs), lambda n: _Number(number[n]))
+        val = node.meta.get("val")
+        kind = (
+            (tuple(val.shape), val.stride(), val.dtype, val.requires_grad) if isinstance(val, Tensor) else ""
+        )
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args!r} {kind}")
+    return "\n".join(lines)
+
+
+class _Number(str):
+    """A numbered node inside ``repr`` of arguments."""
+
+    __slots__ = ()
+
+
 def _cut(split: Split, costs: Sequence[StretchCost], row: Stretches, n_chunks: int) -> Cut:
-    if split == "auto":
-        return balanced(costs, row, n_chunks)
     if isinstance(split, str):
-        raise PartitionError(f'split={split!r}: use "auto" or a list with the layers of each chunk')
+        if split != "auto":
+            raise PartitionError(f'split={split!r}: use "auto" or a list with the layers of each chunk')
+        return balanced(costs, row, n_chunks)
     if isinstance(split, Sequence):
         return given(cast(Sequence[int], split), row, n_chunks)
     cut = split if isinstance(split, Cut) else split(costs, row, n_chunks)

@@ -26,7 +26,7 @@ The last three need a schedule and a rank; ``runtime.engine`` calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -114,12 +114,16 @@ class Lowered:
                     )
 
 
+Only = Iterable[int] | Callable[[Partition], Iterable[int]] | None
+"""Which chunks :func:`lower_model` makes units of."""
+
+
 def lower_model(
     model: nn.Module,
     microbatch: Mapping[str, Any],
     *,
     n_chunks: int,
-    only: Iterable[int] | None = None,
+    only: Only = None,
     tp_size: int = 1,
     tp_plan: str | Mapping[str, str] = "auto",
     split_layers: Split = "auto",
@@ -139,8 +143,9 @@ def lower_model(
     """Run the passes up to ``units``.
 
     ``microbatch``: keyword arguments of the model at micro-batch shape (only shapes and dtypes of tensors are
-    read; meta tensors are fine). ``only``: the chunks to differentiate and cut (all by default). ``training``:
-    with a backward, the last chunk returning the loss alone; else the forward alone, returning all outputs.
+    read; meta tensors are fine). ``only``: the chunks to differentiate and cut, or what says which (default: all).
+    ``training``: with a backward, the last chunk returning the loss alone; else the forward alone, returning all
+    outputs.
     ``sequence_parallel``: see pass ``sequence``; ``regather``: W gathers its inputs again (pass ``regather``).
     ``checkpoint``: whose activations are computed again in the backward (pass ``checkpoint``). ``least_saved=False``
     leaves out pass ``saves``: the backward keeps all that it reads, as a measure of what the pass is worth.
@@ -175,7 +180,7 @@ def lower_model(
     cut = Cut(tp_size, training, regather, checkpoint, least_saved, verify)
     chunks = {
         index: cut.chunk(parts.chunks[index], outputs, fake_mode)
-        for index in (range(n_chunks) if only is None else only)
+        for index in (range(n_chunks) if only is None else only(parts) if callable(only) else only)
     }
     unique_names(chunks.values())
     return Lowered(

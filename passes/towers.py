@@ -45,10 +45,9 @@ def without_features(captured: Captured) -> Captured:
     values: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
     nodes = tower(captured)
     kept = [i for i, node in enumerate(values) if node not in nodes]
-    if len(kept) == len(values):
-        return captured
     output.args = (tuple(values[i] for i in kept),)
-    captured.graph_module.graph.eliminate_dead_code()
+    # As ``loss_alone`` does it: both modes have the same layers.
+    captured.graph_module.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     captured.graph_module.recompile()
     return replace(captured, outputs=tuple(captured.outputs[i] for i in kept))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat import FakeTensor
 from .capture import Captured
 
 
@@ -16,6 +17,12 @@ def wants_grad(captured: Captured) -> set[fx.Node]:
     found: set[fx.Node] = set()
 
     class Recorder(fx.Interpreter):
+        def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+            value = super().get_attr(target, args, kwargs)
+            # Constants of static inputs are real.
+            real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+            return mode.from_tensor(value) if real else value
+
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             if isinstance(result, Tensor) and result.requires_grad:

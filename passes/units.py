@@ -52,11 +52,19 @@ class Unit:
     flops: int
     #: computes again, in I, what F did and did not save
     again: bool = False
+    #: a unit of W without a matrix product that one with reads
+    ahead: bool = False
 
     @property
     def kind(self) -> str:
         """ "F", "I", "W", or "R" for what is computed again."""
         return "R" if self.again else self.phase.value
+
+    @property
+    def heavy(self) -> bool:
+        """Has it a place among those that hide a collective? Light units of W come last, where nothing waits for them;
+        one that a heavy one reads (the gradient of a residual stream that no I needs) can't."""
+        return self.matmuls > 0 or self.ahead
 
     @property
     def label(self) -> str:
@@ -126,6 +134,11 @@ def units(joint: JointGraph, *, tp_size: int) -> ChunkUnits:
         if (nodes := repeated.get(unit.index))
     ]
     result.units[Phase.I] = _before_readers(result, again)
+    read: set[fx.Node] = set()
+    for unit in reversed(result.units[Phase.W]):
+        unit.ahead = not unit.matmuls and not read.isdisjoint(unit.outs)
+        if unit.heavy:
+            read.update(unit.args)
     return result
 
 

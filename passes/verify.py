@@ -45,7 +45,8 @@ def verify_split(joint: JointGraph) -> None:
 
 def verify_units(chunk: ChunkUnits) -> None:
     """Every node of every phase lies in exactly one unit, no unit holds a mark, and within F, and within I then W,
-    each unit reads only earlier ones and what the program passes."""
+    each unit reads only earlier ones and what the program passes. Heavy units of W, which run before light
+    ones where they are queued, read none of these."""
     joint = chunk.joint
     for phase, units in chunk.units.items():
         planned = Counter(str(n.target) for n in joint.phase if joint.phase[n] is phase and not is_mark(n))
@@ -81,11 +82,12 @@ def _verify_reads(chunk: ChunkUnits) -> None:
     for phase, units in chunk.units.items():
         known = set(starts[phase])
         for unit in units:
-            if phase is Phase.W and unit.matmuls and light.intersection(unit.args):
-                # Blocks run queued W's with products first (``schedule.weave``).
-                raise VerifyError(f"unit {unit.label} reads what a unit without a product makes")
-            if phase is Phase.W and not unit.matmuls:
+            if phase is Phase.W and not unit.heavy:
                 light |= set(unit.outs)
+            elif late := light & set(unit.args):
+                raise VerifyError(
+                    f"unit {unit.label} reads {min(n.name for n in late)} of a unit that runs after it"
+                )
             for arg in unit.args:
                 source = arg.args[0] if chunk.is_collective(arg) else arg
                 if arg not in known and chunk.resolve(source) not in known:  # type: ignore[arg-type]

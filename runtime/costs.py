@@ -136,7 +136,7 @@ def chunk_cost(
             depth=unit.index,
             launches=ends_with_mark(chunk, unit),
             collective=sum(collective(size) for size in sizes),
-            heavy=unit.matmuls > 0,
+            heavy=unit.heavy,
             saves=saves.get(unit.label, 0),
             frees=frees.get(unit.label, 0),
             fetch=sum(collective(reduce_bytes(node)) for node in gathered),

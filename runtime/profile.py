@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from ..passes.compile import Artefacts
 from ..passes.errors import BraidError
+from ..passes.partition import alike
 from ..passes.pipeline import Lowered
-from ..passes.units import Unit
+from ..passes.units import ChunkUnits, Unit
 from ..schedule import Schedule
 from ..schedule.listorder import CostOrder, Orders, UnitTime
 from ..schedule.lower import channels
@@ -171,15 +172,7 @@ def make_profile(
 def gather_workload(lowered: Lowered, profile: Profile, mesh: Mesh) -> Workload:
     """Costs of all chunks from what each rank knows of its own. Collective; the same on every rank."""
     here = {
-        str(index): dataclasses.asdict(
-            chunk_cost(
-                chunk,
-                profile,
-                profile.all_reduce.seconds if chunk.tp_size > 1 else INSTANT.seconds,
-                profile.replicas.seconds if mesh.dp_size > 1 else None,
-            )
-        )
-        for index, chunk in lowered.chunks.items()
+        str(index): dataclasses.asdict(_cost(chunk, profile, mesh)) for index, chunk in lowered.chunks.items()
     }
     found: dict[str, Any] = {}
     for part in meet(here):
@@ -192,6 +185,25 @@ def gather_workload(lowered: Lowered, profile: Profile, mesh: Mesh) -> Workload:
         if text not in made:  # equal chunks share one object, and the simulator times their blocks once
             made[text] = _chunk_cost(found[str(index)])
         chunks.append(made[text])
+    return _workload(chunks, profile)
+
+
+def layer_costs(layers: Lowered, profile: Profile, mesh: Mesh) -> Workload:
+    """Costs of a model whose every layer is a chunk, of which ``layers`` holds those that differ. Local."""
+    made = {index: _cost(chunk, profile, mesh) for index, chunk in layers.chunks.items()}
+    return _workload([made[first] for first in alike(layers.partition)], profile)
+
+
+def _cost(chunk: ChunkUnits, profile: Profile, mesh: Mesh) -> ChunkCost:
+    return chunk_cost(
+        chunk,
+        profile,
+        profile.all_reduce.seconds if chunk.tp_size > 1 else INSTANT.seconds,
+        profile.replicas.seconds if mesh.dp_size > 1 else None,
+    )
+
+
+def _workload(chunks: Iterable[ChunkCost], profile: Profile) -> Workload:
     return Workload(
         tuple(chunks),
         links=profile.links(),

@@ -151,7 +151,7 @@ def make(name: str, **overrides: Any) -> nn.Module:
 
 
 def layers(model: nn.Module) -> int:
-    """Of the vision tower and the language model."""
+    """Of the vision tower, as far as they are read, and of the language model."""
     vision, text = model.config.vision_config, model.config.text_config  # type: ignore[union-attr]
     return int(vision.num_hidden_layers + text.num_hidden_layers)  # type: ignore[union-attr, operator]
 

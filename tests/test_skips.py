@@ -20,7 +20,7 @@ def check(model: str, names: Iterable[str]) -> None:
     """Each schedule is exact, and those with as many chunks agree to the bit."""
     cases = [replace(BASE, model=f"towers:{model}", schedule=name) for name in names]
     groups: dict[int, list[Outcome]] = {}
-    for case, outcome in zip(cases, run(cases), strict=True):
+    for case, outcome in zip(cases, run(cases, timeout_s=1200), strict=True):
         groups.setdefault(FAMILIES[case.schedule].v, []).append(outcome)
     assert all(same(*outcomes) for outcomes in groups.values())
 

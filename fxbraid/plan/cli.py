@@ -12,7 +12,7 @@ from fxbraid.plan.search import plan
 from fxbraid.plan.space import Request
 from fxbraid.schedule import ScheduleError
 from fxbraid.simulate import DEVICES, device, load_model
-from fxbraid.simulate.inputs import read_host_link, read_imbalance
+from fxbraid.simulate.inputs import read_host_link, read_images, read_imbalance
 from fxbraid.simulate.memory import read_amount
 from fxbraid.terminal import refuse
 
@@ -52,6 +52,15 @@ def plan_command(
         str,
         typer.Option(help="With --offload: LATENCY,BANDWIDTH to the host, s and bytes/s; else the device's."),
     ] = "",
+    images: Annotated[
+        int,
+        typer.Option(
+            help="Images of a sequence; default 1 for a model with a vision tower, 0 leaves it out."
+        ),
+    ] = -1,
+    patches: Annotated[
+        int, typer.Option(help="Patches of an image, where the model takes images of any size.")
+    ] = 0,
     top: Annotated[int, typer.Option(help="Configurations to show.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -61,8 +70,9 @@ def plan_command(
     try:
         if host_link and not offload:
             raise ScheduleError("--host-link is what --offload moves activations over; give --offload too")
+        known = load_model(model)
         request = Request(
-            load_model(model),
+            known,
             device(on),
             gpus,
             seq,
@@ -78,6 +88,7 @@ def plan_command(
             sequence=("whole", "kept", "gathered") if sequence else ("whole",),
             offload=offload,
             host=read_host_link(host_link),
+            **read_images(known, images, patches, seq),
         )
         found = plan(request, top=top)
     except ScheduleError as error:

@@ -178,6 +178,8 @@ def _workload(request: Request, candidate: Candidate, placement: Placement) -> W
         efficiency=request.efficiency,
         sequence=candidate.sequence != "whole",
         regather=candidate.sequence == "gathered",
+        images=request.images,
+        patches=request.patches,
     )
     return analytic(request.model, request.device, placement, shape)
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from fxbraid.plan.calculators import bubble_fraction, tp_bytes_per_layer
 from fxbraid.plan.search import Plan
+from fxbraid.plan.space import Request
 
 
 def to_json(plan: Plan) -> str:
@@ -22,6 +23,7 @@ def to_json(plan: Plan) -> str:
         "seq": request.seq,
         "global_batch": request.global_batch,
         "efficiency": request.efficiency,
+        **({"images": request.images, "patches": patches(request)} if request.images else {}),
         "considered": plan.considered,
         "simulated": plan.simulated,
         "ranking": [found.as_dict() for found in plan.ranking],
@@ -31,12 +33,25 @@ def to_json(plan: Plan) -> str:
     return json.dumps(document, indent=2)
 
 
+def patches(request: Request) -> int:
+    """Of an image."""
+    tower = request.model.tower
+    return 0 if tower is None else tower.sized(request.patches, request.model.name)
+
+
+def seen(request: Request) -> str:
+    """The images of a sequence, said."""
+    if not request.images:
+        return ""
+    return f" with {request.images} image{'s' * (request.images > 1)} of {patches(request)} patches"
+
+
 def to_table(plan: Plan) -> RenderableType:
     """The ranking for the terminal."""
     r = plan.request
     head = Text(
         f"{r.model.name}, {r.model.parameters / 1e9:.2f}B parameters, on {r.gpus} {r.device.name}\n"
-        f"seq {r.seq}, global batch {r.global_batch}, "
+        f"seq {r.seq}{seen(r)}, global batch {r.global_batch}, "
         f"{r.limit / 1e9:.1f} GB a device usable",
         style="bold",
     )

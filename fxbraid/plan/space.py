@@ -27,6 +27,7 @@ class Request:
     global_batch: sequences of a step. memory: share of the device's memory that may be used; the rest is for
     the driver, communicators and fragmentation. efficiency: see ``simulate.kernels.Kernels``. imbalance:
     factors on the compute of pipeline ranks. sequence: which kinds of sequence parallelism are considered.
+    images: of every sequence, for a model with a vision tower, and patches: of each, 0 for what the tower is made for.
     offload: where a configuration does not fit, look whether it does with activations of every rank's first chunk on
     the host, as far as there is time; host: the link to it, None for the device's. budget: bytes that may be used, in
     place of the share.
@@ -49,6 +50,14 @@ class Request:
     offload: bool = False
     host: Link | None = None
     budget: int | None = None
+    images: int = 0
+    patches: int = 0
+
+    @property
+    def layers(self) -> int:
+        """That can be cut apart, of both towers."""
+        tower = self.model.tower if self.images else None
+        return self.model.layers + (tower.layers if tower is not None else 0)
 
     @property
     def limit(self) -> float:
@@ -112,7 +121,7 @@ def candidates(request: Request) -> Iterator[Candidate]:
         if request.gpus % tp or model.heads % tp or model.ffn % tp:
             continue
         for pp in request.pp or _divisors(request.gpus // tp):
-            if (request.gpus // tp) % pp or pp > model.layers:
+            if (request.gpus // tp) % pp or pp > request.layers:
                 continue
             dp = request.gpus // tp // pp
             for micro_batch in request.micro_batch:
@@ -120,7 +129,7 @@ def candidates(request: Request) -> Iterator[Candidate]:
                     continue
                 m = request.global_batch // (dp * micro_batch)
                 for schedule, v in _families(request, pp):
-                    if pp * v > model.layers:
+                    if pp * v > request.layers:
                         continue
                     for checkpoint in request.checkpoints:
                         for sequence in _sequences(request, tp):

@@ -298,8 +298,8 @@ class _Search:
 
 def _weights(strand: Strand) -> list[int]:
     """W units in the order in which they may run: their own as I makes their gradients; queued ones heavy first, as
-    light units hide nothing. (A W unit reads an earlier one's result only through sums of one parameter's gradient,
-    and those keep their order.)
+    light units hide nothing. (A W unit may read an earlier one's result, so each kind keeps its order; no heavy one
+    reads a light one's.)
     """
     units = range(len(strand))
     if strand.own:

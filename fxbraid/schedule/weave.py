@@ -31,8 +31,9 @@ class Strand:
     """The units of one action inside a block.
 
     ``phase``: "F", "I" or "W". ``launches[i]``: unit i ends with a collective. ``heavy[i]``: unit i contains a
-    matrix product, so it can hide a collective. ``depth[i]``: for W, the unit of I (its ``depth``) whose gradients
-    it needs. ``own`` (W only): the W of the I in this block; else its I is done and it can run at any time.
+    matrix product, so it can hide a collective, or in W is read by one that does. ``depth[i]``: for W, the unit of I
+    (its ``depth``) whose gradients it needs.
+    ``own`` (W only): the W of the I in this block; else its I is done and it can run at any time.
     ``fetches`` (W only): unit i reads an all-gather that is launched ahead of it (:func:`fetch_points`).
     ``again`` (I only): unit i computes again what F did not save, ahead of the unit of I behind it; it reads no
     gradient, so it waits for no collective and hides the one that is under way.
@@ -186,7 +187,7 @@ def _with_queued(
     for i, (s, segment) in enumerate(turns):
         order += [(s, unit) for unit in segment]
         order += [(fill, unit) for unit in behind.get(i, [])]
-    # Light units hide nothing: they come last, where they delay nobody's message. A W unit never reads an earlier
-    # one's result except through sums of one parameter's gradient, so their order is kept.
+    # Light units hide nothing: they come last, where they delay nobody's message. No heavy unit reads one,
+    # and among themselves their order is kept: a W unit may read an earlier one's result.
     placed = {unit for units in behind.values() for unit in units}
     return order + [(fill, unit) for unit in range(len(strands[fill])) if unit not in placed]

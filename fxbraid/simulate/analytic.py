@@ -47,6 +47,7 @@ Group = tuple[list[UnitCost], list[UnitCost], list[UnitCost]]
 class Shape:
     """One micro-batch on one rank of a TP group. efficiency: see ``Kernels``. sequence: norms and residuals work on
     seq / tp tokens (``fxbraid.simulate.tokens``); regather: W gathers its inputs again, which then are not kept.
+    images: of a sequence, and patches: of each, 0 for what the tower is made for; without images no tower runs.
     """
 
     seq: int
@@ -58,6 +59,8 @@ class Shape:
     efficiency: float = 1.0
     sequence: bool = False
     regather: bool = False
+    images: int = 0
+    patches: int = 0
 
     @property
     def cut(self) -> int:
@@ -78,11 +81,15 @@ def analytic(
     layers: Sequence[int] | None = None,
 ) -> Workload:
     """The workload of ``model`` cut into the chunks of ``placement``; ``layers`` gives their numbers of
-    layers, else they are balanced by cost, embedding and head included. Raises ScheduleError where tp does
-    not divide.
+    layers, else they are balanced by cost, embedding and head included; with images in ``shape``, layers of both towers
+    (``simulate.two_towers``). Raises ScheduleError where tp does not divide.
     """
     check_shape(model, shape)
-    parts = _Parts(model, Kernels(device, shape.width, shape.efficiency), shape)
+    if shape.images:
+        from fxbraid.simulate.two_towers import both  # which is made of the parts here
+
+        return both(model, device, placement, shape, layers)
+    parts = Parts(model, Kernels(device, shape.width, shape.efficiency), shape)
     counts = parts.split(placement) if layers is None else list(layers)
     if len(counts) != placement.n_chunks or sum(counts) != model.layers or min(counts) < 0:
         raise ScheduleError(
@@ -144,10 +151,23 @@ class _Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Tail:
+    """A chunk's boundary: its bytes, and seconds of what stands at it in F (of the chunk before) and in I (of the one
+    behind)."""
+
+    nbytes: float
+    f: float
+    i: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The groups of a decoder. context: twice what a token attends to, where that is not the causal half of ``seq``."""
+
     model: ModelConfig
     kernels: Kernels
     shape: Shape
+    context: int = 0
 
     @property
     def stream(self) -> float:
@@ -211,26 +231,17 @@ class _Parts:
         return counts
 
     def chunk(self, layer: Group, layers: int, first: bool, last: bool, boundary: float) -> ChunkCost:
-        f: list[UnitCost] = []
-        i: list[UnitCost] = []
-        w: list[UnitCost] = []
-        groups = [_named(layer, k) for k in range(layers)]
+        groups = [named(layer, k) for k in range(layers)]
         if first:
             groups.insert(0, self.embedding())
         if last:
             groups.append(self.head())
-        for forward, _, _ in groups:
-            f += forward
-        for _, back, weight in reversed(groups):
-            i += back
-            w += weight
-        if not last:
-            f.append(_unit("tail", self.kernels.passes(3 * self.part), light=True))
-        if not first:
-            i.append(_unit("tail", self.kernels.passes(5 * self.part), light=True))
-        return ChunkCost(
-            _numbered(f), _numbered(i), _weights(i, w), 0.0 if last else boundary, 0.0 if first else boundary
+        return assembled(
+            groups, None if first else self.tail(boundary), None if last else self.tail(boundary)
         )
+
+    def tail(self, boundary: float) -> Tail:
+        return Tail(boundary, self.kernels.passes(3 * self.part), self.kernels.passes(5 * self.part))
 
     def layer(self) -> Group:
         """F, I and W of one layer, I and W in the order in which they run."""
@@ -243,11 +254,11 @@ class _Parts:
         qkv, out = kernel.matmul(tokens, m.hidden, wide), kernel.matmul(tokens, self.queries, m.hidden)
         rotary = kernel.passes(2 * tokens * (self.queries + self.keys / 2))
         norm = kernel.passes(4 * self.part)
-        forward = norm + qkv + rotary + kernel.attention(tokens, s.seq, self.queries) + out
+        forward = norm + qkv + rotary + kernel.attention(tokens, self.context or s.seq, self.queries) + out
         back = (
             kernel.passes(5 * self.part)
             + kernel.matmul(tokens, m.hidden, self.queries)
-            + kernel.attention(tokens, s.seq, self.queries, backward=True)
+            + kernel.attention(tokens, self.context or s.seq, self.queries, backward=True)
             + rotary
             + kernel.matmul(tokens, wide, m.hidden)
         )
@@ -394,9 +405,32 @@ class _Parts:
         return count * (2 + 4 + 12 / s.dp)
 
 
-def _named(group: Group, k: int) -> Group:
-    """``attn`` -> ``attn3``."""
-    f, i, w = ([replace(unit, name=f"{unit.name}{k}") for unit in units] for units in group)
+def assembled(groups: Sequence[Group], before: Tail | None, behind: Tail | None) -> ChunkCost:
+    """A chunk of ``groups``, in the order in which they run forward; None where the model begins or ends."""
+    f: list[UnitCost] = []
+    i: list[UnitCost] = []
+    w: list[UnitCost] = []
+    for forward, _, _ in groups:
+        f += forward
+    for _, back, weight in reversed(groups):
+        i += back
+        w += weight
+    if behind is not None:
+        f.append(_unit("tail", behind.f, light=True))
+    if before is not None:
+        i.append(_unit("tail", before.i, light=True))
+    return ChunkCost(
+        _numbered(f),
+        _numbered(i),
+        _weights(i, w),
+        0.0 if behind is None else behind.nbytes,
+        0.0 if before is None else before.nbytes,
+    )
+
+
+def named(group: Group, k: int, before: str = "") -> Group:
+    """``attn`` -> ``attn3``, or with ``v`` before it ``vattn3``."""
+    f, i, w = ([replace(unit, name=f"{before}{unit.name}{k}") for unit in units] for units in group)
     return f, i, w
 
 

@@ -12,11 +12,23 @@ from rich.table import Table
 from rich.text import Text
 
 from fxbraid.schedule import Costs, Schedule, ScheduleError
-from fxbraid.simulate import Result, Shape, analytic, device, load_model, peaks, simulate
+from fxbraid.simulate import (
+    Device,
+    ModelConfig,
+    Result,
+    Shape,
+    Workload,
+    analytic,
+    device,
+    load_model,
+    peaks,
+    simulate,
+)
 from fxbraid.simulate.analytic import CHECKPOINTS, POLICIES, Checkpoint
 from fxbraid.simulate.inputs import (
     constant_workload,
     imbalanced,
+    read_images,
     read_offload,
     read_schedule,
     read_times,
@@ -56,7 +68,19 @@ def simulate_command(
     regather: Annotated[
         bool, typer.Option("--regather", help="With --sequence-parallel: W gathers its inputs again.")
     ] = False,
-    split: Annotated[str, typer.Option(help="Layers of each chunk, for example 12,12,12,10.")] = "",
+    split: Annotated[
+        str,
+        typer.Option(help="Layers of each chunk, for example 12,12,12,10; with images those of both towers."),
+    ] = "",
+    images: Annotated[
+        int,
+        typer.Option(
+            help="Images of a sequence; default 1 for a --model with a vision tower, 0 leaves it out."
+        ),
+    ] = -1,
+    patches: Annotated[
+        int, typer.Option(help="Patches of an image, where the model takes images of any size.")
+    ] = 0,
     efficiency: Annotated[float, typer.Option(help="Share of the roofline that compute reaches.")] = 1.0,
     braid: Annotated[bool, typer.Option("--braid", help="Pair neighbours where that pays.")] = False,
     blocking: Annotated[bool, typer.Option("--blocking", help="Wait for every all-reduce at once.")] = False,
@@ -89,19 +113,28 @@ def simulate_command(
         layers: list[int] | None = None
         plan = read_schedule(schedule, pp, m, v, braided=braid, costs=Costs(*costs))
         if model:
+            known = load_model(model)
             shape = Shape(
                 seq,
                 batch,
                 tp,
+                **read_images(known, images, patches, seq),
                 checkpoint=_checkpoint(checkpoint),
                 efficiency=efficiency,
                 sequence=sequence,
                 regather=regather,
             )
+            if memory and shape.images:
+                raise ScheduleError(
+                    "--memory traces a model of text; for one with images call fxbraid.predict_memory(model, batch), "
+                    "or leave --memory out (the peaks below count both towers)"
+                )
             layers = [int(part) for part in split.split(",")] if split else None
-            workload = analytic(load_model(model), device(on), plan.placement, shape, layers)
+            workload = _workload(known, device(on), plan, shape, layers, braided=not blocking)
             workload = imbalanced(plan, workload, imbalance)
         else:
+            if images > 0 or patches:
+                raise ScheduleError("--images and --patches are of a --model with a vision tower; give one")
             workload = constant_workload(plan, costs, layers=units, latency=latency, imbalance=imbalance)
         workload, moved = read_offload(offload, plan, workload, host=host_link, braided=not blocking)
         result = simulate(plan, workload, braided=not blocking, offload=moved)
@@ -135,6 +168,28 @@ def simulate_command(
     _print(console, result, batch)
     if held is not None:
         Console(width=max(140, console.width)).print(str(held), highlight=False, soft_wrap=True)
+
+
+def _workload(
+    model: ModelConfig,
+    on: Device,
+    plan: Schedule,
+    shape: Shape,
+    layers: list[int] | None,
+    *,
+    braided: bool,
+) -> Workload:
+    """Of two towers, with chunks that begin where this schedule's step is shortest."""
+    if not shape.images or layers is not None:
+        return analytic(model, on, plan.placement, shape, layers)
+    from fxbraid.plan.cut import CutClock, fastest_cut
+    from fxbraid.simulate.two_towers import both, stretched
+
+    made = stretched(model, on, shape)
+    if made.row.layers < plan.n_chunks:
+        return analytic(model, on, plan.placement, shape)  # which says so
+    clock = CutClock(plan, Workload(made.pieces), braided)
+    return both(model, on, plan.placement, shape, at=fastest_cut(clock, made.row))
 
 
 def _trace(

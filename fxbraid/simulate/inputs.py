@@ -11,6 +11,7 @@ from pathlib import Path
 from fxbraid.schedule import Costs, Schedule, ScheduleError, auto, braid, build, check
 from fxbraid.schedule.offload import OffloadPlan
 from fxbraid.simulate.constants import constants
+from fxbraid.simulate.model import ModelConfig
 from fxbraid.simulate.offload import early_chunks, plan_offload
 from fxbraid.simulate.workload import Link, Workload
 
@@ -78,6 +79,25 @@ def read_imbalance(text: str) -> dict[int, float]:
         if not colon:
             raise ScheduleError(f"imbalance is RANK:FACTOR, for example 0:1.2, not {part!r}")
     return found
+
+
+def read_images(model: ModelConfig, images: int, patches: int, seq: int) -> dict[str, int]:
+    """``--images`` (-1: one, where the model has a tower) and ``--patches``, as fields of a ``Shape``."""
+    found = images if images >= 0 else int(model.tower is not None)
+    if not found:
+        if patches:
+            raise ScheduleError("--patches is the size of images, and there are none; give --images too")
+        return {"images": 0, "patches": 0}
+    if model.tower is None:
+        raise ScheduleError(f"{model.name} has no vision tower that is known; leave --images out")
+    size = model.tower.sized(patches, model.name)
+    tokens = model.tower.features(size)
+    if found * tokens > seq:
+        raise ScheduleError(
+            f"{found} images of {size} patches make {found * tokens} tokens, more than the {seq} of a sequence; give "
+            f"fewer images, smaller ones, or --seq {found * tokens}"
+        )
+    return {"images": found, "patches": size}
 
 
 def read_host_link(text: str) -> Link | None:

@@ -1,4 +1,4 @@
-"""What the analytic model needs to know of a language model, from a Hugging Face ``config.json`` or by
+"""What the analytic model needs to know of a model, from a Hugging Face ``config.json`` or by
 name.
 """
 
@@ -13,11 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from fxbraid.schedule import ScheduleError
+from fxbraid.simulate.tower import TowerConfig
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of equal layers: grouped-query attention and a (gated) MLP, with norms in front."""
+    """A decoder of equal layers: grouped-query attention and a (gated) MLP, with norms in front; and the vision tower
+    before it, if there is one."""
 
     name: str
     hidden: int
@@ -29,6 +31,7 @@ class ModelConfig:
     vocab: int
     gated: bool = True
     tied: bool = False
+    tower: TowerConfig | None = None
 
     @property
     def attention_parameters(self) -> int:
@@ -45,7 +48,8 @@ class ModelConfig:
     def parameters(self) -> int:
         """All of them; a tied head counts once."""
         layer = self.attention_parameters + self.mlp_parameters
-        return self.layers * layer + (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
+        tower = self.tower.parameters if self.tower is not None else 0
+        return tower + self.layers * layer + (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
 
     def step_flops(self, tokens: int, seq: int) -> float:
         """FLOPs of forward and backward that the model needs: 6 per parameter of a matrix product and token,
@@ -61,7 +65,7 @@ class ModelConfig:
         """From the dict of a Hugging Face configuration. Raises ScheduleError for what is no plain
         decoder.
         """
-        config = config.get("text_config", config)
+        whole, config = config, config.get("text_config", config)
         experts = config.get("num_local_experts") or config.get("num_experts")
         if experts:
             raise ScheduleError(
@@ -89,14 +93,28 @@ class ModelConfig:
             ffn=int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden),
             vocab=vocab,
             gated=kind not in ("gpt2", "gpt_neox", "opt", "bloom", "phi", "falcon"),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))),
+            tower=TowerConfig.from_dict(whole, hidden, name),
         )
 
 
 def _model(
-    name: str, hidden: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, head: int = 0
+    name: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    ffn: int,
+    vocab: int,
+    head: int = 0,
+    tower: TowerConfig | None = None,
 ) -> ModelConfig:
-    return ModelConfig(name, hidden, layers, heads, kv, head or hidden // heads, ffn, vocab)
+    return ModelConfig(name, hidden, layers, heads, kv, head or hidden // heads, ffn, vocab, tower=tower)
+
+
+def _qwen2_vl(out: int) -> TowerConfig:
+    """The tower of all sizes of Qwen2-VL."""
+    return TowerConfig(1280, 32, 16, 5120, 1176, ((5120, 5120), (5120, out)), 4)
 
 
 MODELS: Mapping[str, ModelConfig] = MappingProxyType(
@@ -106,6 +124,8 @@ MODELS: Mapping[str, ModelConfig] = MappingProxyType(
             # The 12.1B model of arXiv 2510.27257: this reading of its table gives the parameter count.
             _model("qwen2-12.1b", 3584, 46, 32, 8, 18944, 152064, 128),
             _model("Qwen/Qwen2-7B", 3584, 28, 28, 4, 18944, 152064),
+            _model("Qwen/Qwen2-VL-7B-Instruct", 3584, 28, 28, 4, 18944, 152064, tower=_qwen2_vl(3584)),
+            _model("Qwen/Qwen2-VL-72B-Instruct", 8192, 80, 64, 8, 29568, 152064, tower=_qwen2_vl(8192)),
             _model("Qwen/Qwen2.5-14B", 5120, 48, 40, 8, 13824, 152064),
             _model("Qwen/Qwen2.5-32B", 5120, 64, 40, 8, 27648, 152064),
             _model("Qwen/Qwen2.5-72B", 8192, 80, 64, 8, 29568, 152064),

@@ -8,8 +8,10 @@ nothing of a schedule and holds no order: that comes from ``fxbraid.schedule.wea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import pairwise
 from math import isfinite
 
 from fxbraid.schedule import ScheduleError
@@ -141,9 +143,14 @@ class Workload:
         """
         if len(self.chunks) % 2:
             raise ScheduleError(f"{len(self.chunks)} chunks do not merge in pairs")
-        pairs = zip(self.chunks[::2], self.chunks[1::2], strict=True)
         static = tuple(a + b for a, b in zip(self.static[::2], self.static[1::2], strict=True))
-        return replace(self, chunks=tuple(_joined(a, b) for a, b in pairs), static=static)
+        return replace(self.cut(range(2, len(self.chunks), 2)), static=static)
+
+    def cut(self, bounds: Sequence[int]) -> Workload:
+        """The chunks put together to fewer: ``bounds`` are the first of each but the first. What a model costs when
+        it is cut so, where these are its layers one by one (an approximation as in :meth:`merged`)."""
+        chunks = tuple(reduce(joined, self.chunks[a:b]) for a, b in pairwise((0, *bounds, len(self.chunks))))
+        return replace(self, chunks=chunks, static=())
 
     def imbalanced(self, factors: Mapping[int, float], rank_of: tuple[int, ...]) -> Workload:
         """The chunks of rank r take ``factors[r]`` times as long; ``rank_of[chunk]`` is the placement."""
@@ -160,7 +167,7 @@ class Workload:
         return replace(self, chunks=chunks)
 
 
-def _joined(a: ChunkCost, b: ChunkCost) -> ChunkCost:
+def joined(a: ChunkCost, b: ChunkCost) -> ChunkCost:
     """``a`` and the chunk behind it as one."""
 
     def behind(units: tuple[UnitCost, ...], made: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
