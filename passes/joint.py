@@ -90,6 +90,27 @@ class JointGraph:
     recomputed: dict[fx.Node, int] = field(default_factory=dict)
 
 
+    def copy(self) -> JointGraph:
+        """The same in a graph of its own; passes change graphs in place."""
+        to: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, to))
+        return JointGraph(
+            chunk=self.chunk,
+            graph=graph,
+            state={to[node]: name for node, name in self.state.items()},
+            inputs={name: to[node] for name, node in self.inputs.items()},
+            boundary=[to[node] for node in self.boundary],
+            tangents=[to[node] for node in self.tangents],
+            outputs=[to[node] for node in self.outputs],
+            param_grads={name: to[node] for name, node in self.param_grads.items()},
+            input_grads=[to[node] for node in self.input_grads],
+            phase={to[node]: phase for node, phase in self.phase.items()},
+            free={to[node] for node in self.free},
+            recomputed={to[node]: number for node, number in self.recomputed.items()},
+        )
+
+
 def joint(chunk: Chunk, *, outputs: Iterable[str] | None, fake_mode: compat.FakeTensorMode) -> JointGraph:
     """Differentiate one chunk. ``outputs``: which of the model's outputs the last chunk returns (training wants
     the loss alone); None elsewhere."""

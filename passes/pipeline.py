@@ -38,9 +38,9 @@ from .autocast import write_casts
 from .capture import Captured, fake_inputs
 from .checkpoint import Checkpointing, choose_units
 from .errors import BraidError, UnsupportedError
-from .joint import joint, split
+from .joint import JointGraph, joint, split
 from .loss import Normalised, loss_alone, normalise_loss
-from .partition import Chunk, Partition, Split, partition
+from .partition import Partition, Split, partition
 from .regather import regather as regather_inputs
 from .saves import choose_saves
 from .sequence import shard_sequence
@@ -88,8 +88,8 @@ class Lowered:
     selected: tuple[Count, ...] = ()
     #: where the model reads features of images that belong to no token; "" where it does not (pass ``surplus``)
     surplus: str = ""
-    #: what the chunks' graphs were traced with
-    fake_mode: compat.FakeTensorMode | None = None
+    #: forward and backward of the chunks, as they were before passes that have options changed them
+    joints: Mapping[int, JointGraph] = field(default_factory=dict)
 
     def check_filled(self, filled: bool) -> None:
         """Raise :class:`UnsupportedError` where micro-batches were filled up with images of zeros, and the model reads
@@ -178,10 +178,11 @@ def lower_model(
     parts = partition(captured, n_chunks, split=split_layers, keyed=keyed_layers(model), outputs=not training)
     outputs = ("loss",) if training else captured.outputs
     cut = Cut(tp_size, training, regather, checkpoint, least_saved, verify)
-    chunks = {
-        index: cut.chunk(parts.chunks[index], outputs, fake_mode)
+    joints = {
+        index: joint(parts.chunks[index], outputs=outputs, fake_mode=fake_mode)
         for index in (range(n_chunks) if only is None else only(parts) if callable(only) else only)
     }
+    chunks = {index: cut.chunk(graph.copy()) for index, graph in joints.items()}
     unique_names(chunks.values())
     return Lowered(
         plan=forward.plan,
@@ -195,7 +196,7 @@ def lower_model(
         constants=captured.constants,
         vocabulary=forward.vocabulary,
         checks=forward.checks,
-        fake_mode=fake_mode,
+        joints=joints,
         static=frozenset(values.static),
         selected=captured.counts,
         surplus=forward.surplus,
@@ -267,9 +268,9 @@ class Cut:
     least_saved: bool = True
     verify: bool = False
 
-    def chunk(self, chunk: Chunk, outputs: Sequence[str], fake_mode: compat.FakeTensorMode) -> ChunkUnits:
-        """The units of ``chunk``."""
-        graph = split(joint(chunk, outputs=outputs, fake_mode=fake_mode), training=self.training)
+    def chunk(self, graph: JointGraph) -> ChunkUnits:
+        """The units of a chunk. Changes ``graph``."""
+        graph = split(graph, training=self.training)
         if self.regather:
             regather_inputs(graph)
         if self.training and self.least_saved:
@@ -286,12 +287,7 @@ def recut(lowered: Lowered, cut: Cut) -> Lowered:
     """``lowered`` with the same chunks cut into other units: another policy of checkpointing, without another trace.
 
     ``cut`` has the ``tp_size`` and ``training`` of the trace."""
-    if lowered.fake_mode is None:
-        raise ValueError("this Lowered holds no traced chunks to cut again")
-    chunks = {
-        index: cut.chunk(lowered.partition.chunks[index], lowered.outputs, lowered.fake_mode)
-        for index in lowered.chunks
-    }
+    chunks = {index: cut.chunk(lowered.joints[index].copy()) for index in lowered.chunks}
     unique_names(chunks.values())
     return replace(lowered, chunks=chunks)
 

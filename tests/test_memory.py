@@ -34,10 +34,17 @@ POLICIES = NAMES
 ALL_OF_THEM = ("gpipe", "looped_bfs")
 
 
-#: Those of the grid that every run of the tests looks at: each policy under some schedule, and all without one.
-FEW = (("stp", "all"), ("zbv", "attention+mlp"), ("1f1b", "mlp"), ("v_half", "attention"))
+#: Those of the grid that every run of the tests looks at: each policy under some schedule.
+FEW = (
+    ("1f1b", "mlp"),
+    ("zbv", "attention+mlp"),
+    ("stp", "none"),
+    ("stp", "all"),
+    ("stp_low_memory", "none"),
+    ("v_half", "attention"),
+)
 GRID = [
-    pytest.param(name, policy, marks=() if policy == "none" or (name, policy) in FEW else pytest.mark.slow)
+    pytest.param(name, policy, marks=() if (name, policy) in FEW else pytest.mark.slow)
     for name in FAMILIES
     for policy in POLICIES
 ]
