@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Cell:
 def measure(plan: Plan) -> list[Cell]:
     """In each rank: a cell for each policy."""
     torch.set_num_threads(1)
-    config, hf = plan.config, plan.config.hf()
+    config, hf = replace(plan.config, compute="modelled"), plan.config.hf()
     batch = make_batch(hf.vocab_size, plan.m * config.microbatch_size, config.seq, 1, ragged=True)
     micro = {name: value[: config.microbatch_size] for name, value in batch.items()}
     flops = count_flops(build_model(hf, config.seed), micro, config.tp)

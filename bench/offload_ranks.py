@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,8 @@ class Cell:
 def measure(plan: Plan) -> list[Cell]:
     """In each rank: one cell without offload, one for each host link."""
     torch.set_num_threads(1)
-    config, times = plan.config, equal_times(plan.config.unit_ms * 1e-3)
+    config = replace(plan.config, compute="modelled")
+    times = equal_times(config.unit_ms * 1e-3)
     with group(config, times):
         tp_link = link_of(config, times, plan.ratio)
         emulate.change(tp_link=tp_link)

@@ -32,7 +32,7 @@ from .aliases import is_view
 from .assign import assign, resolve
 from .cost import nbytes
 from .joint import JointGraph, Phase
-from .marks import CUT, is_mark
+from .marks import CUT, is_collective, is_mark
 from .mincut import INFINITE, Network
 
 aten = torch.ops.aten
@@ -111,6 +111,8 @@ class _Values:
     unit: dict[fx.Node, int] = field(default_factory=dict)
     #: storages that a unit of F (or of I) reads of another one
     crossing: set[fx.Node] = field(default_factory=set)
+    #: storages that W gathers over TP ranks, which starts before any unit of W
+    gathered: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         joint = self.joint
@@ -124,6 +126,8 @@ class _Values:
             if joint.phase.get(user) is Phase.F
         }
         for node, phase in joint.phase.items():
+            if phase is Phase.W and is_collective(node):
+                self.gathered |= {self.base(source) for source in self.reads(node)}
             for source in self.reads(node):
                 base = self.base(source)
                 if base in self.unit and joint.phase.get(base) is phase:
@@ -165,6 +169,8 @@ class _Values:
     def again(self, base: fx.Node, phase: Phase) -> bool:
         """May ``phase`` make ``base``, of an earlier phase, again?"""
         if base not in self.joint.phase or self.joint.phase[base] is Phase.W or base in self.crossing:
+            return False
+        if phase is Phase.W and base in self.gathered:
             return False
         if is_cheap(base):
             return True
