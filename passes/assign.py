@@ -14,6 +14,9 @@ from .joint import JointGraph, Phase
 from .marks import COLLECTIVES, CUT, is_mark
 from .reach import descendants
 
+ALONE = -1
+"""The number of a chunk's first unit: what follows from inputs alone and several units read."""
+
 
 def resolve(node: fx.Node, tp_size: int) -> fx.Node:
     """The value behind marks that do nothing: every ``cut``, and all collectives where tp_size is 1."""

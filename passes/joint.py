@@ -89,7 +89,6 @@ class JointGraph:
     #: nodes of I that compute again what F did, in units of their own (pass ``saves``) -> the number of F's unit
     recomputed: dict[fx.Node, int] = field(default_factory=dict)
 
-
     def copy(self) -> JointGraph:
         """The same in a graph of its own; passes change graphs in place."""
         to: dict[fx.Node, fx.Node] = {}

@@ -29,11 +29,12 @@ import torch
 from torch import Tensor, fx
 
 from .aliases import is_view
-from .assign import assign, resolve
+from .assign import ALONE, assign, resolve
 from .cost import nbytes
 from .joint import JointGraph, Phase
 from .marks import CUT, is_collective, is_mark
 from .mincut import INFINITE, Network
+from .reach import descendants
 
 aten = torch.ops.aten
 
@@ -111,12 +112,17 @@ class _Values:
     unit: dict[fx.Node, int] = field(default_factory=dict)
     #: storages that a unit of F (or of I) reads of another one
     crossing: set[fx.Node] = field(default_factory=set)
+    #: what follows from the chunk's inputs alone (rotary tables, masks)
+    tables: set[fx.Node] = field(default_factory=set)
     #: storages that W gathers over TP ranks, which starts before any unit of W
     gathered: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         joint = self.joint
         self.unit = assign(joint)
+        parameters = [n for n, name in joint.state.items() if name in set(joint.chunk.params)]
+        driven = descendants([*joint.boundary, *parameters])
+        self.tables = {n for n, phase in joint.phase.items() if phase is Phase.F and n not in driven}
         linked = {
             frozenset((self.unit[node], self.unit[user]))
             for node in joint.graph.nodes
@@ -350,6 +356,10 @@ class _Rewriter:
             unit = self.values.unit[base]
             own = phase is Phase.I and (unit in self.values.checkpointed or unit < 0)
             group = (phase, unit if own else None, None)
+            if phase is Phase.I and base in self.values.tables:
+                # However many layers read a table, it is made in a unit of its own: fused into a layer's kernels, a
+                # cosine may have other bits, and chunks of one layer and of two would differ.
+                group = (phase, ALONE, None)
             given = {}
             for source in base.all_input_nodes:
                 value = resolve(source, self.values.tp_size)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from .assign import assign, resolve
+from .assign import ALONE, assign, resolve
 from .cost import flops
 from .joint import JointGraph, Phase
 from .marks import COLLECTIVES, is_mark, is_matmul
@@ -133,6 +133,10 @@ def units(joint: JointGraph, *, tp_size: int) -> ChunkUnits:
         for unit in result.units[Phase.F]
         if (nodes := repeated.get(unit.index))
     ]
+    if ALONE in repeated and all(unit.index != ALONE for unit in result.units[Phase.F]):
+        # In F, where one unit reads them, tables are made there.
+        nodes = repeated[ALONE]
+        again.append(_build(result, Phase.I, unit_of[nodes[0]], nodes, again="pre"))
     result.units[Phase.I] = _before_readers(result, again)
     read: set[fx.Node] = set()
     for unit in reversed(result.units[Phase.W]):
