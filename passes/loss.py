@@ -68,8 +68,8 @@ def loss_alone(captured: Captured) -> Captured:
     output = graph.output_node()
     _mark_auxiliary(captured)
     output.args = ((output.args[0][captured.outputs.index("loss")],),)  # type: ignore[index]
-    # Attention may draw random numbers, and where nobody reads it (in the last layers of a tower whose features are taken
-    # before them) that is no reason to keep it.
+    # Attention may draw random numbers, and where nobody reads it (in the last layers of a tower whose features are
+    # taken before them) that is no reason to keep it.
     graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     captured.graph_module.recompile()
     return replace(captured, outputs=("loss",))
