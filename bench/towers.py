@@ -382,11 +382,12 @@ def main(
         "layers\n"
     )
     typer.echo(table(cuts, "best of all", "tower / language model"))
+    said = PATCHES * VISION / (SEQ * WIDTH), message(like, seq, images, patches)
     typer.echo(
         f"\n{LIKE}'s shape, {images} images of {patches} patches in {seq} tokens: {BLOCKS} blocks of "
         f"{shares.attention:.2f} and {shares.mlp:.2f} decoder units, {LAYERS} decoder layers, merger "
-        f"{shares.merger:.2f}, head {shares.head:.2f}; a block's message is {PATCHES * VISION / (SEQ * WIDTH):.2f} of a layer's (of the "
-        f"model's {message(like, seq, images, patches):.2f})\n"
+        f"{shares.merger:.2f}, head {shares.head:.2f}; a block's message is {said[0]:.2f} of a layer's (of the model's "
+        f"{said[1]:.2f})\n"
     )
     typer.echo(table(gains, "stp", "the tower in the first chunk"))
     typer.echo("\n" + table(best, "stp", "each at its best cut"))
@@ -397,4 +398,6 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    from fxbraid.bench.towers import app as importable  # what ranks run is found by its name
+
+    importable()
