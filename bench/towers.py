@@ -3,19 +3,26 @@
     python -m fxbraid.bench.towers                # simulated, and measured on the emulated cluster
     python -m fxbraid.bench.towers --no-measure   # simulated alone, in one process
 
-First table: a vision tower of 0.5, 1 and 2 times the language model's cost under ``stp``. The cut by cost against equal
-numbers of layers, and against the best of all cuts. Second: ``stp`` against 1F1B-I and ZB-V's order (blocking), each
-cut as is best for it, with the vision tower and for the language model alone. All layers' costs come from the traced
-graphs and from modelled unit times: a decoder layer is two units of ``--unit-ms``, a vision block two shorter ones,
-unlike each other, whose all-reduces are shorter as well; merger and head take time too. Exits with 1 where the cut is
-more than 3 % from the best or slower than equal layers, or a gain is smaller than for the language model alone.
+First table: a vision tower of 0.5, 1 and 2 times the language model's cost under ``stp``. The cut by cost (the search
+of ``braid(order="costs")``, which here may time an eighth of all cuts) against equal numbers of layers, and against the
+best of all. All layers' costs come from the traced graphs and from modelled unit times: a decoder layer is two units of
+``--unit-ms``, a vision block two shorter ones, unlike each other; merger and head take time too.
+
+Second: ``stp`` against 1F1B-I and ZB-V's order (blocking) in the shape of Qwen2-VL-7B with ``--images`` of
+``--patches`` in a sequence of ``--seq`` tokens: times of its units are shares of a decoder unit's, by the FLOPs of its
+configuration, and T_AR / T_F is that of a decoder layer. The whole tower lies in the first chunk, which is the longest,
+and the others are as even as they can be; all schedules get that cut. The language model alone has equal layers.
+Third: the same, each schedule with the cut that is best for it.
+
+Exits with 1 where the cut is more than 3 % from the best or slower than equal layers, or where a gain of the second
+table is smaller than for the language model alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Annotated, Any
 
@@ -25,27 +32,62 @@ import typer
 import fxbraid
 from fxbraid.bench.lab import markdown
 from fxbraid.bench.towers_model import TwoTowers, plan, towers_batch
-from fxbraid.passes.cost import StretchCost
-from fxbraid.passes.cutting import searched
+from fxbraid.decide import MEASURED
 from fxbraid.passes.partition import alike, distinct
 from fxbraid.passes.pipeline import Lowered, lower_model
-from fxbraid.passes.stretches import Stretches
 from fxbraid.passes.units import Unit
-from fxbraid.plan.cut import CutClock
+from fxbraid.plan.cut import CutClock, fastest_cut
 from fxbraid.runtime import emulate
 from fxbraid.runtime.costs import chunk_cost
 from fxbraid.runtime.emulate import Cluster, Link, Op
 from fxbraid.runtime.launch import launch
 from fxbraid.schedule import Schedule, build, unbraid
-from fxbraid.simulate import Workload
+from fxbraid.schedule.cut import TRIALS, Row
+from fxbraid.simulate import ModelConfig, Workload, load_model
 
 SEQ, PATCHES, WIDTH, VISION = 16, 24, 32, 16
 FACTORS = (0.5, 1.0, 2.0)
 WITHIN = 0.03
 TWO, ONE = "two towers", "language model alone"
 INTERLEAVED, ZBV = "interleaved_1f1b", "zbv, blocking"
-#: Shares of a unit's time: attention and MLP of a vision block, and what no layer holds.
-ATTENTION, MLP, MERGER, HEAD = 0.6, 0.9, 0.6, 1.0
+LIKE = "Qwen/Qwen2-VL-7B-Instruct"
+BLOCKS, LAYERS = 9, 8
+"""Of Qwen2-VL-7B's 32 and 28, as nearly as so few can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Times as shares of a decoder unit's: attention and MLP of a vision block, what lies between the towers, the
+    head."""
+
+    attention: float = 0.6
+    mlp: float = 0.9
+    merger: float = 0.6
+    head: float = 1.0
+
+    @classmethod
+    def of(cls, model: ModelConfig, layers: int, seq: int, images: int, patches: int) -> Shares:
+        """Those of ``model`` by its FLOPs. A decoder's two units count as equal, as everywhere here; what there is once
+        counts as much less as there are fewer ``layers``."""
+        tower = model.tower
+        assert tower is not None
+        products = model.attention_parameters + model.mlp_parameters
+        unit = seq * products + float(seq) * seq * model.heads * model.head
+        mlp = 2.0 * images * patches * (3 if tower.gated else 2) * tower.hidden * tower.ffn
+        once = layers / model.layers / unit
+        return cls(
+            (images * tower.block_flops(0, patches) - mlp) / unit,
+            mlp / unit,
+            images * (tower.merger_flops(patches) + tower.embedding_flops(patches)) * once,
+            2.0 * seq * model.hidden * model.vocab * once,
+        )
+
+
+def message(model: ModelConfig, seq: int, images: int, patches: int) -> float:
+    """A block's all-reduce by a decoder layer's. (Here it is always PATCHES x VISION by SEQ x WIDTH.)"""
+    assert model.tower is not None
+    return images * patches * model.tower.hidden / (seq * model.hidden)
+
 
 app = typer.Typer(add_completion=False)
 
@@ -61,6 +103,7 @@ class Shape:
     ratio: float
     tp: int
     pp: int
+    shares: Shares = Shares()
 
     @property
     def m(self) -> int:
@@ -68,8 +111,8 @@ class Shape:
 
     def scaled(self, cost: float) -> Shape:
         """The same with a vision tower of ``cost`` times the decoder layers' cost."""
-        factor = cost * 2 * self.layers / ((ATTENTION + MLP) * self.blocks)
-        return Shape(self.blocks, self.layers, factor, self.unit_s, self.ratio, self.tp, self.pp)
+        own = (self.shares.attention + self.shares.mlp) * self.blocks
+        return replace(self, factor=cost * 2 * self.layers / own)
 
     def seconds(self, unit: Unit) -> float:
         """The modelled time of a unit, by the parameters that it reads or makes gradients of."""
@@ -77,11 +120,11 @@ class Shape:
         if not unit.matmuls:
             return 0.0
         if any("blocks." in name for name in names):
-            share = ATTENTION if any(".attn." in name for name in names) else MLP
+            share = self.shares.attention if any(".attn." in n for n in names) else self.shares.mlp
             return self.unit_s * self.factor * share
         if any("merger." in name for name in names):
-            return self.unit_s * MERGER
-        return self.unit_s * (1.0 if any("layers." in name for name in names) else HEAD)
+            return self.unit_s * self.shares.merger
+        return self.unit_s * (1.0 if any("layers." in name for name in names) else self.shares.head)
 
     def collective(self, nbytes: int) -> float:
         """Seconds of an all-reduce: in proportion to its bytes, ``ratio`` of a unit for a decoder's."""
@@ -139,15 +182,25 @@ def schedules(shape: Shape) -> dict[str, tuple[Schedule, bool]]:
     }
 
 
-def cost_cut(clock: CutClock, n_chunks: int) -> tuple[int, ...]:
+def cost_cut(clock: CutClock, trials: int = TRIALS) -> tuple[int, ...]:
     """Layers of each chunk, cut by cost as ``braid(order="costs")`` does it."""
-    chunks = clock.pieces.chunks
-    row = Stretches({}, tuple(map(str, range(len(chunks)))), ())
-    costs = [StretchCost()] * row.count
-    for index, piece in enumerate(chunks):
-        costs[2 * index + 1] = StretchCost(*(piece.seconds(phase) for phase in "FIW"))
-    cut = searched(costs, row, n_chunks, lambda cut: clock(tuple(at // 2 for at in cut.at)), trials=300)
-    return sizes(tuple(at // 2 for at in cut.at), len(chunks))
+    row = Row(len(clock.pieces.chunks))
+    at = fastest_cut(clock, row, near=MEASURED, trials=trials)
+    return sizes([one // 2 for one in at], row.layers)
+
+
+def first_chunk(clock: CutClock, blocks: int) -> tuple[int, ...]:
+    """The whole tower in the first chunk, which is the longest, and the others as even as they can be; without a tower
+    the last one, which has the head, may be longer."""
+    count = len(clock.pieces.chunks)
+
+    def cost(at: tuple[int, ...]) -> tuple[bool, float, float]:
+        took = [chunk.seconds() for chunk in clock.workload(at).chunks]
+        others = took[1:] if blocks else took[1:-1]
+        return max(others) > took[0] * (1 + 1e-9), max(took), sum(one * one for one in took)
+
+    cuts = (at for at in combinations(range(1, count), clock.schedule.n_chunks - 1) if at[0] >= blocks)
+    return sizes(min(cuts, key=cost), count)
 
 
 def sizes(bounds: Sequence[int], count: int) -> tuple[int, ...]:
@@ -161,11 +214,6 @@ def bounds(split: Sequence[int]) -> tuple[int, ...]:
     for size in split[:-1]:
         found.append(found[-1] + size)
     return tuple(found[1:])
-
-
-def equal(count: int, n_chunks: int) -> tuple[int, ...]:
-    """As equal numbers of layers as there can be."""
-    return tuple(count * (c + 1) // n_chunks - count * c // n_chunks for c in range(n_chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +274,12 @@ def cut_lines(shape: Shape) -> list[Line]:
     for cost in FACTORS:
         own = shape.scaled(cost)
         load, names = pieces(own)
-        schedule, n_chunks = build("stp", p=own.pp, m=own.m), 2 * own.pp
+        schedule = build("stp", p=own.pp, m=own.m)
         clock = CutClock(schedule, load)
-        every = combinations(range(1, len(names)), n_chunks - 1)
+        every = list(combinations(range(1, len(names)), schedule.n_chunks - 1))
         cuts = {
-            "by cost": cost_cut(clock, n_chunks),
-            "equal layers": equal(len(names), n_chunks),
+            "by cost": cost_cut(clock, trials=len(every) // 8),
+            "equal layers": tuple(Row(len(names)).equal(schedule.n_chunks)),
             "best of all": sizes(min(every, key=clock), len(names)),
         }
         for name, split in cuts.items():
@@ -239,17 +287,21 @@ def cut_lines(shape: Shape) -> list[Line]:
     return lines
 
 
-def gain_lines(shape: Shape) -> list[Line]:
-    """Every schedule with its own cut, with the vision tower and without it."""
-    alone = Shape(0, shape.blocks + shape.layers, 1.0, shape.unit_s, shape.ratio, shape.tp, shape.pp)
+def gain_lines(shape: Shape, *, own_cut: bool) -> list[Line]:
+    """Every schedule with the vision tower and without it. own_cut: each with the cut that is best for it, else all
+    with the tower in the first chunk."""
+    alone = replace(shape, blocks=0)
     lines = []
     for what, own in ((TWO, shape), (ONE, alone)):
-        load, names = pieces(own)
+        load, _ = pieces(own)
+        same: tuple[int, ...] | None = None
         for name, (schedule, braided) in schedules(own).items():
             clock = CutClock(schedule, load, braided)
-            split = cost_cut(clock, schedule.n_chunks)
+            if own_cut:
+                split = cost_cut(clock)
+            else:
+                split = same = same or first_chunk(clock, own.blocks)
             lines.append(Line(what, name, Run(own, schedule, braided, split), clock(bounds(split))))
-            assert len(names) == sum(split)
     return lines
 
 
@@ -291,10 +343,14 @@ def problems(cuts: Sequence[Line], gains: Sequence[Line]) -> list[str]:
 def main(
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 2,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 2,
-    blocks: Annotated[int, typer.Option(help="Vision blocks.")] = 8,
-    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 10,
+    blocks: Annotated[int, typer.Option(help="Vision blocks of the first table.")] = 8,
+    layers: Annotated[int, typer.Option(help="Decoder layers of the first table.")] = 10,
     unit_ms: Annotated[float, typer.Option(help="Milliseconds of a decoder's attention or MLP unit.")] = 2.0,
     ratio: Annotated[float, typer.Option(help="T_AR / T_F.")] = 0.37,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence of Qwen2-VL's shape.")] = 4096,
+    images: Annotated[int, typer.Option(help="Images of a sequence.")] = 4,
+    patches: Annotated[int, typer.Option(help="Patches of an image; 46 x 46 are 644 x 644 pixels.")] = 46
+    * 46,
     measured: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Run it on the emulated cluster.")
     ] = True,
@@ -302,18 +358,39 @@ def main(
 ) -> None:
     """Cuts and gains of a model of two towers."""
     begun = time.monotonic()
-    shape = Shape(blocks, layers, 1.0, unit_ms * 1e-3, ratio, tp, pp)
-    lines = [*cut_lines(shape), *gain_lines(shape)]
+    unit_s, like = unit_ms * 1e-3, load_model(LIKE)
+    shape = Shape(blocks, layers, 1.0, unit_s, ratio, tp, pp)
+    shares = Shares.of(like, LAYERS, seq, images, patches)
+    vision = Shape(BLOCKS, LAYERS, 1.0, unit_s, ratio, tp, pp, shares)
+    cuts = cut_lines(shape)
+    gains, best = (gain_lines(vision, own_cut=own) for own in (False, True))
     typer.echo(f"{time.monotonic() - begun:5.0f} s  simulated", err=True)
     if measured:
-        took = launch(measure, ([line.run for line in lines],), nproc=tp * pp, timeout_s=timeout)[0]
-        lines = [Line(x.what, x.name, x.run, x.predicted, t) for x, t in zip(lines, took, strict=True)]
-    cuts, gains = lines[: 3 * len(FACTORS)], lines[3 * len(FACTORS) :]
+        lines = [*cuts, *gains, *best]
+        runs = list(dict.fromkeys(line.run for line in lines))
+        took = launch(measure, (runs,), nproc=tp * pp, timeout_s=timeout)[0]
+        of = dict(zip(runs, took, strict=True))
+        lines = [replace(line, measured=of[line.run]) for line in lines]
+        cuts, gains, best = (
+            lines[: len(cuts)],
+            lines[len(cuts) : len(cuts) + len(gains)],
+            lines[len(cuts) + len(gains) :],
+        )
+        typer.echo(f"{time.monotonic() - begun:5.0f} s  measured {len(runs)} steps", err=True)
     typer.echo(
-        f"tp {tp} x pp {pp}, m {shape.m}, {blocks} vision blocks and {layers} decoder layers, T_AR / T_F {ratio:g}\n"
+        f"emulated: tp {tp} x pp {pp}, m {shape.m}, T_AR / T_F {ratio:g}; {blocks} vision blocks and {layers} decoder "
+        "layers\n"
     )
     typer.echo(table(cuts, "best of all", "tower / language model"))
-    typer.echo("\n" + table(gains, "stp", "model"))
+    said = PATCHES * VISION / (SEQ * WIDTH), message(like, seq, images, patches)
+    typer.echo(
+        f"\n{LIKE}'s shape, {images} images of {patches} patches in {seq} tokens: {BLOCKS} blocks of "
+        f"{shares.attention:.2f} and {shares.mlp:.2f} decoder units, {LAYERS} decoder layers, merger "
+        f"{shares.merger:.2f}, head {shares.head:.2f}; a block's message is {said[0]:.2f} of a layer's (of the model's "
+        f"{said[1]:.2f})\n"
+    )
+    typer.echo(table(gains, "stp", "the tower in the first chunk"))
+    typer.echo("\n" + table(best, "stp", "each at its best cut"))
     missed = problems(cuts, gains)
     typer.echo("\n".join(["", *missed]) if missed else "\nEvery target is met.")
     if missed:
@@ -321,4 +398,6 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    from fxbraid.bench.towers import app as importable  # what ranks run is found by its name
+
+    importable()

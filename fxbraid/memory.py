@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import batch as batches
 from . import schedule as schedules
 from .arguments import check_model
+from .inputs import Inputs
 from .options import Options
 from .passes.errors import BraidError
 from .passes.pipeline import Lowered
@@ -76,8 +76,10 @@ def predict_memory(
         raise BraidError(
             f"predict_memory() takes no {', '.join(unknown)}; of braid()'s options it takes {', '.join(sorted(known))}"
         )
-    example = batches.normal(example_batch)
-    batches.split(example, n_microbatches)
+    blank = skeleton(model)
+    takes = Inputs.of(blank)
+    example = takes.complete(example_batch)
+    takes.split(example, n_microbatches)
     chosen = named(schedule, pp_size, n_microbatches)
     if not options.get("braided", True):
         chosen = schedules.unbraid(chosen)
@@ -86,7 +88,7 @@ def predict_memory(
         chosen = schedules.reproducible(chosen)
     asked = Options(**{"grad_dtype": torch.float32, **options, "n_microbatches": n_microbatches})
     mesh = Mesh(torch.device(device), pp_size=pp_size, tp_size=tp_size, dp_size=dp_size)
-    lowered = Tracer(skeleton(model), mesh, asked).lower(example, chosen.placement, everything=True)
+    lowered = Tracer(blank, mesh, asked).lower(example, chosen.placement, everything=True)
     label = f"{type(model).__name__}, tp {tp_size} x pp {pp_size}" + (
         f" x dp {dp_size}" if dp_size > 1 else ""
     )

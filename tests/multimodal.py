@@ -138,8 +138,12 @@ def make(name: str, **overrides: Any) -> nn.Module:
     one = VISION[name]
     text = {key.removeprefix("text_"): v for key, v in overrides.items() if key.startswith("text_")}
     vision = {key: v for key, v in overrides.items() if not key.startswith("text_")}
+    text = {**TEXT, **one.text, **text}
+    if "layer_types" in text:  # as many as there are layers
+        kinds = text["layer_types"]
+        text["layer_types"] = [kinds[k % len(kinds)] for k in range(text["num_hidden_layers"])]
     config = getattr(transformers, f"{one.kind}Config")(
-        text_config={**TEXT, **one.text, **text}, vision_config={**one.vision, **vision}, **one.config
+        text_config=text, vision_config={**one.vision, **vision}, **one.config
     )
     torch.manual_seed(3)
     model: nn.Module = getattr(transformers, f"{one.kind}ForConditionalGeneration")(config).double()
@@ -148,12 +152,6 @@ def make(name: str, **overrides: Any) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
     return model.train()
-
-
-def layers(model: nn.Module) -> int:
-    """Of the vision tower, as far as they are read, and of the language model."""
-    vision, text = model.config.vision_config, model.config.text_config  # type: ignore[union-attr]
-    return int(vision.num_hidden_layers + text.num_hidden_layers)  # type: ignore[union-attr, operator]
 
 
 Grid = tuple[int, int, int]

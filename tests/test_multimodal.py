@@ -23,6 +23,9 @@ from .multimodal import VISION, batch, freeze, make
 from .parity import Case, KeepDouble
 from .test_parity import run
 
+#: Families that every run looks at: grids and static inputs, and features that go to later layers.
+QUICK = ("qwen2_vl", "qwen3_vl")
+
 
 def step(
     model: nn.Module, inputs: dict[str, Tensor], *, tp: int = 2, n_chunks: int = 2, **options: Any
@@ -39,7 +42,9 @@ def step(
     return ranks.lowered
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in VISION]
+)
 def test_one_two_and_no_images_on_two_by_two_ranks(name: str) -> None:
     lowered = step(make(name), batch(name, [1, 2, 0, 3]))
     grid = {"image_grid_thw"} if VISION[name].grid else set()
@@ -53,6 +58,22 @@ def test_one_two_and_no_images_on_two_by_two_ranks(name: str) -> None:
     ]
     assert len(tower) >= 12, notes  # qkv, proj, fc1 and fc2 of two layers with their biases
     assert "inferred from the graph, colwise" in notes
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_cuts_the_tokens_of_the_text_alone() -> None:
+    notes = step(make("llava"), batch("llava", [1, 2, 0, 3]), sequence_parallel=True).plan.notes
+    assert "sequence parallel: 32 tokens, 16 on each rank between the parallel regions" in notes
+
+
+@pytest.mark.slow
+def test_memory_is_predicted_for_images() -> None:
+    sizes = {"tp_size": 2, "pp_size": 2, "n_microbatches": 2}
+    small, large = (
+        fxbraid.predict_memory(make("llava"), batch("llava", images), **sizes)  # type: ignore[arg-type]
+        for images in ([1, 1], [3, 3])
+    )
+    assert large.peak > small.peak
 
 
 @pytest.mark.slow

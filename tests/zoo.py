@@ -29,7 +29,7 @@ from fxbraid.passes.shard import has_plan
 from fxbraid.passes.vocab import COLUMNS_STYLE, ROWS_STYLE
 from fxbraid.runtime.launch import RankError, launch
 
-from . import lockstep, multimodal, parity
+from . import lockstep, parity
 from .families import CORE, FAMILIES, SIZES, Family, make, whole_loss
 
 SCHEDULES = ("1f1b", "stp")
@@ -90,7 +90,7 @@ def describe(family: Family, model: nn.Module, lowered: Lowered, loss: float, gr
         units.update(
             re.sub(r"\d+$|_c\d+.*$|\d+_.*$", "", u.name) for u in chunk.units[Phase.F] if u.index >= 0
         )
-    layers = multimodal.layers(model) if family.images else lowered.partition.layers
+    layers = lowered.partition.layers
     forward, backward = of_vocabulary(lowered)
     quiet = ("rows of the vocabulary", "inferred from the graph")
     return Row(

@@ -71,6 +71,7 @@ def plan_command(
         if host_link and not offload:
             raise ScheduleError("--host-link is what --offload moves activations over; give --offload too")
         known = load_model(model)
+        seen, size = read_images(known, images, patches, seq)
         request = Request(
             known,
             device(on),
@@ -88,7 +89,8 @@ def plan_command(
             sequence=("whole", "kept", "gathered") if sequence else ("whole",),
             offload=offload,
             host=read_host_link(host_link),
-            **read_images(known, images, patches, seq),
+            images=seen,
+            patches=size,
         )
         found = plan(request, top=top)
     except ScheduleError as error:

@@ -114,15 +114,17 @@ def simulate_command(
         plan = read_schedule(schedule, pp, m, v, braided=braid, costs=Costs(*costs))
         if model:
             known = load_model(model)
+            seen, size = read_images(known, images, patches, seq)
             shape = Shape(
                 seq,
                 batch,
                 tp,
-                **read_images(known, images, patches, seq),
                 checkpoint=_checkpoint(checkpoint),
                 efficiency=efficiency,
                 sequence=sequence,
                 regather=regather,
+                images=seen,
+                patches=size,
             )
             if memory and shape.images:
                 raise ScheduleError(

@@ -81,13 +81,13 @@ def read_imbalance(text: str) -> dict[int, float]:
     return found
 
 
-def read_images(model: ModelConfig, images: int, patches: int, seq: int) -> dict[str, int]:
-    """``--images`` (-1: one, where the model has a tower) and ``--patches``, as fields of a ``Shape``."""
+def read_images(model: ModelConfig, images: int, patches: int, seq: int) -> tuple[int, int]:
+    """``--images`` (-1: one, where the model has a tower) and ``--patches``, as numbers of a ``Shape``."""
     found = images if images >= 0 else int(model.tower is not None)
     if not found:
         if patches:
             raise ScheduleError("--patches is the size of images, and there are none; give --images too")
-        return {"images": 0, "patches": 0}
+        return 0, 0
     if model.tower is None:
         raise ScheduleError(f"{model.name} has no vision tower that is known; leave --images out")
     size = model.tower.sized(patches, model.name)
@@ -97,7 +97,7 @@ def read_images(model: ModelConfig, images: int, patches: int, seq: int) -> dict
             f"{found} images of {size} patches make {found * tokens} tokens, more than the {seq} of a sequence; give "
             f"fewer images, smaller ones, or --seq {found * tokens}"
         )
-    return {"images": found, "patches": size}
+    return found, size
 
 
 def read_host_link(text: str) -> Link | None:
