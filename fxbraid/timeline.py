@@ -231,7 +231,8 @@ def dump_workload(workload: Workload) -> dict[str, Any]:
             {**_fields(chunk), **{ph: [_fields(u) for u in getattr(chunk, ph)] for ph in ("f", "i", "w")}}
             for chunk in workload.chunks
         ],
-        "link": {k: None if v == math.inf else v for k, v in _fields(workload.link).items()},
+        "link": _dump_link(workload.link),
+        "host": _dump_link(workload.host),
         "label": workload.label,
         "contention": workload.contention,
     }
@@ -240,12 +241,25 @@ def dump_workload(workload: Workload) -> dict[str, Any]:
 def load_workload(known: Mapping[str, Any]) -> Workload:
     """What :func:`dump_workload` wrote."""
     chunks = tuple(
-        ChunkCost(**{**chunk, **{ph: tuple(UnitCost(**u) for u in chunk[ph]) for ph in ("f", "i", "w")}})
+        ChunkCost(
+            **{
+                **chunk,
+                **{ph: tuple(UnitCost(**u) for u in chunk[ph]) for ph in ("f", "i", "w")},
+                "parks": tuple(chunk.get("parks", ())),
+            }
+        )
         for chunk in known["chunks"]
     )
-    fields: dict[str, Any] = {k: math.inf if v is None else v for k, v in known["link"].items()}
-    link = Link(**fields)
-    return Workload(chunks, link=link, label=known["label"], contention=known["contention"])
+    link, host = _load_link(known["link"]), _load_link(known.get("host", {}))
+    return Workload(chunks, link=link, host=host, label=known["label"], contention=known["contention"])
+
+
+def _dump_link(link: Link) -> dict[str, Any]:
+    return {k: None if v == math.inf else v for k, v in _fields(link).items()}
+
+
+def _load_link(known: Mapping[str, Any]) -> Link:
+    return Link(**{k: math.inf if v is None else v for k, v in known.items()})
 
 
 # -- from ranks to the whole

@@ -8,7 +8,8 @@ computes itself::
     grad_bias = x1.sum(0)                                   rest:  grad_bias = x1.sum(0)
 
 The product is then added into the gradient where it lies (``addmm``): neither it nor a second pass over the
-gradient is made. What is left of an MLP's W unit is nothing at all, so nothing of it is compiled.
+gradient is made. What is left of an MLP's W unit is what pass ``saves`` makes again in it, or nothing at all, and then
+nothing of it is compiled.
 """
 
 from __future__ import annotations

@@ -207,9 +207,6 @@ def test_products_leave_the_graph_and_come_out_the_same(lowered: Lowered) -> Non
         assert left.count(aten.mm.default) == unit.matmuls - len(plan.products) == 0
         fused += len(plan.products)
     assert fused == 2 * 7 + 1  # every linear of two layers, and the head
-    assert any(products(unit).rest is None for unit in weight_units(lowered)), (
-        "an MLP leaves nothing to compile"
-    )
 
 
 FORMS: dict[str, Any] = {

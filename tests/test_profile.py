@@ -85,10 +85,10 @@ def test_a_file_that_cannot_be_believed_is_ignored_with_a_warning(cache: Path, t
 
 def test_links_are_those_of_the_world() -> None:
     mesh = Mesh(torch.device("cpu"), pp_size=2, tp_size=2)
-    ends = {"message 0-1", "message 1-0"}
+    ends = {"message 0-1", "message 1-0", "host"}
     assert links_of(mesh, build("stp", p=2, m=4)) == ends | {"all_reduce", "contention"}
     assert links_of(Mesh(torch.device("cpu"), pp_size=2), build("stp", p=2, m=4)) == ends
-    assert not links_of(Mesh(torch.device("cpu")), build("1f1b", p=1, m=4))
+    assert links_of(Mesh(torch.device("cpu")), build("1f1b", p=1, m=4)) == {"host"}
 
 
 @pytest.mark.parametrize(
