@@ -200,7 +200,8 @@ def first_chunk(clock: CutClock, blocks: int) -> tuple[int, ...]:
         return max(others) > took[0] * (1 + 1e-9), max(took), sum(one * one for one in took)
 
     cuts = (at for at in combinations(range(1, count), clock.schedule.n_chunks - 1) if at[0] >= blocks)
-    return sizes(min(cuts, key=cost), count)
+    best = min(cuts, key=cost)
+    return sizes(best, count)
 
 
 def sizes(bounds: Sequence[int], count: int) -> tuple[int, ...]:

@@ -259,7 +259,8 @@ def _dump_link(link: Link) -> dict[str, Any]:
 
 
 def _load_link(known: Mapping[str, Any]) -> Link:
-    return Link(**{k: math.inf if v is None else v for k, v in known.items()})
+    fields: dict[str, Any] = {k: math.inf if v is None else v for k, v in known.items()}
+    return Link(**fields)
 
 
 # -- from ranks to the whole
