@@ -95,6 +95,12 @@ def _drops_nothing(node: fx.Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[at] if len(node.args) > at else 0.0) == 0.0)
 
 
+def _repeats(node: fx.Node) -> bool:
+    """Does ``node`` view elements more than once?"""
+    val = node.meta["val"]
+    return any(size > 1 and stride == 0 for size, stride in zip(val.shape, val.stride(), strict=True))
+
+
 def choose_saves(joint: JointGraph, *, tp_size: int, checkpointed: Collection[int] = ()) -> None:
     """See the module's docstring; changes ``joint`` in place. ``checkpointed``: numbers of units of F, as
     :func:`passes.assign.assign` gives them."""
@@ -331,7 +337,8 @@ class _Rewriter:
         base = self.values.base(value)
         if self._again(base, phase):
             return self._view(value, base, self._copy(base, phase), group)
-        form = value if len(self.forms[phase, base]) == 1 else base
+        # A view that repeats elements (keys for every query head) is none that compiled code would hand out as it is.
+        form = value if len(self.forms[phase, base]) == 1 and not _repeats(value) else base
         if phase is Phase.W and self._again(base, Phase.I) and self.joint.phase.get(base) is Phase.F:
             copy = self._copy(base, Phase.I)
             source = self._view(form, base, copy, self._group(copy))
