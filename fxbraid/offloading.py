@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from .passes.errors import BraidError
 from .passes.offload import stored
@@ -144,20 +145,40 @@ def offloading(
 
 def _chosen(choose: Callable[[int, Unit], bool], lowered: Lowered) -> dict[int, Wanted]:
     """The storages of the units that ``choose`` wants, of every rank's chunks."""
-    mine = {str(index): _numbers(choose, chunk) for index, chunk in lowered.chunks.items()}
+    try:
+        mine: dict[str, Any] = {str(i): _numbers(choose, chunk) for i, chunk in lowered.chunks.items()}
+    except Exception as error:  # on this rank; the others are to hear of it
+        said = (
+            str(error) if isinstance(error, BraidError) else f"offload raised {type(error).__name__}: {error}"
+        )
+        mine = {"error": said}
     found: dict[int, Wanted] = {}
-    for part in meet(mine):
+    parts = meet(mine)
+    if errors := [part["error"] for part in parts if "error" in part]:
+        raise BraidError(errors[0])
+    for part in parts:
         for index, numbers in part.items():
-            found[int(index)] = Wanted(numbers=frozenset(numbers))
+            wanted = Wanted(numbers=frozenset(numbers))
+            if found.setdefault(int(index), wanted) != wanted:
+                raise BraidError(
+                    f"offload answers differently on ranks that share chunk {index}; it must answer by chunk and unit"
+                )
     return found
 
 
 def _numbers(choose: Callable[[int, Unit], bool], chunk: ChunkUnits) -> list[int]:
-    return [
-        number
-        for number, one in enumerate(stored(chunk))
-        if one.unit is not None and choose(chunk.index, one.unit)
-    ]
+    numbers = []
+    for number, one in enumerate(stored(chunk)):
+        if one.unit is None:
+            continue
+        answer = choose(chunk.index, one.unit)
+        if not isinstance(answer, bool):
+            raise BraidError(
+                f"offload says {answer!r} of unit {one.unit.name} of chunk {chunk.index}; it answers True or False"
+            )
+        if answer:
+            numbers.append(number)
+    return numbers
 
 
 def _size(nbytes: float) -> str:

@@ -101,7 +101,12 @@ def choose_units(joint: JointGraph, policy: Checkpointing) -> frozenset[int]:
     chosen = set()
     for index, unit in forward_units(joint).items():
         if callable(policy):
-            wanted = policy(unit)
+            try:
+                wanted = policy(unit)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"checkpoint raised {type(error).__name__} when it was asked of unit {unit.name}: {error}"
+                ) from error
             if not isinstance(wanted, bool):
                 raise UnsupportedError(
                     f"checkpoint says {wanted!r} of unit {unit.name}; a policy answers True or False"

@@ -348,6 +348,6 @@ def test_amounts_are_read_as_they_are_written() -> None:
         1000,
         2 * 2**20,
     ]
-    for wrong in ("", "sixty", "0GiB", "-1GB", "1PB", "nan", "inf"):
+    for wrong in ("", "sixty", "0GiB", "-1GB", "1PB", "nan", "inf", 0.5):
         with pytest.raises(ValueError, match="no amount of memory"):
             read_amount(wrong)

@@ -21,7 +21,7 @@ import fxbraid
 from fxbraid.arguments import checked
 from fxbraid.draw import to_svg, to_trace
 from fxbraid.draw.palette import BACK, OUT
-from fxbraid.offloading import fitted
+from fxbraid.offloading import _chosen, fitted
 from fxbraid.passes.errors import BraidError, VerifyError
 from fxbraid.passes.joint import Phase
 from fxbraid.passes.offload import span, stored
@@ -403,6 +403,14 @@ def test_options_that_make_no_sense_are_refused() -> None:
     for bad in ("chunk1", 0, 1.01, -0.5, True, float("nan")):
         with pytest.raises(BraidError, match='use "chunk0"'):
             checked(asked | {"offload": bad})
+
+
+def test_a_function_that_fails_or_answers_something_else_is_refused(lowered: Lowered) -> None:
+    with pytest.raises(BraidError, match=r"offload says None of unit \w+ of chunk 0"):
+        _chosen(lambda chunk, unit: None, lowered)  # type: ignore[arg-type, return-value]
+    with pytest.raises(BraidError, match="offload raised ZeroDivisionError"):
+        _chosen(lambda chunk, unit: chunk == 1 // 0, lowered)
+    assert set(_chosen(lambda chunk, unit: chunk == 0, lowered)) == set(lowered.chunks)
 
 
 def test_random_schedules_and_links() -> None:

@@ -82,6 +82,19 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(BraidError, match='checkpoint=\'some\': use "none", "mlp"'):
         fxbraid.braid(qwen2(), batch(2), n_microbatches=1, checkpoint="some")  # type: ignore[arg-type]
 
+    def broken(unit: ForwardUnit) -> bool:
+        raise KeyError("mine")
+
+    with pytest.raises(BraidError, match="checkpoint raised KeyError when it was asked of unit"):
+        fxbraid.braid(
+            qwen2(num_hidden_layers=1),
+            batch(2),
+            n_microbatches=1,
+            schedule="1f1b",
+            compile=False,
+            checkpoint=broken,
+        )
+
     def one(unit: ForwardUnit) -> bool:
         return unit.kind == "mlp"
 

@@ -137,6 +137,11 @@ def simulate_command(
         else:
             if images > 0 or patches:
                 raise ScheduleError("--images and --patches are of a --model with a vision tower; give one")
+            if _checkpoint(checkpoint) != "none" or sequence or regather:
+                raise ScheduleError(
+                    "--checkpoint, --sequence-parallel and --regather change what a model's units are; give a --model "
+                    "(the chunks of --times are taken as they are)"
+                )
             workload = constant_workload(plan, costs, layers=units, latency=latency, imbalance=imbalance)
         workload, moved = read_offload(offload, plan, workload, host=host_link, braided=not blocking)
         result = simulate(plan, workload, braided=not blocking, offload=moved)

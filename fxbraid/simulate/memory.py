@@ -185,7 +185,7 @@ UNITS: Mapping[str, int] = {
 
 
 def read_amount(text: str | float) -> int:
-    """Bytes of "60GiB", "80 GB", "1e9" or a number. Raises ScheduleError for anything else, or 0 and less."""
+    """Bytes of "60GiB", "80 GB", "1e9" or a number. Raises ScheduleError for anything else, or less than a byte."""
     from fxbraid.schedule import ScheduleError
 
     number, unit = str(text).strip(), ""
@@ -196,7 +196,7 @@ def read_amount(text: str | float) -> int:
         found = float(number) * known[unit.lower()]
     except (KeyError, ValueError):
         found = 0.0
-    if not 0 < found < float("inf"):
+    if not 1 <= found < float("inf"):
         raise ScheduleError(
             f"{text!r} is no amount of memory; say for example 60GiB, 80GB or a number of bytes"
         )
