@@ -120,7 +120,7 @@ class _Values:
     crossing: set[fx.Node] = field(default_factory=set)
     #: what follows from the chunk's inputs alone (rotary tables, masks)
     tables: set[fx.Node] = field(default_factory=set)
-    #: storages that W gathers over TP ranks, which starts before any unit of W
+    #: storages that W gathers over TP ranks, which may start before any unit of the backward
     gathered: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class _Values:
         """May ``phase`` make ``base``, of an earlier phase, again?"""
         if base not in self.joint.phase or self.joint.phase[base] is Phase.W or base in self.crossing:
             return False
-        if phase is Phase.W and base in self.gathered:
+        if base in self.gathered:
             return False
         if is_cheap(base):
             return True

@@ -88,8 +88,10 @@ def test_a_whole_run_writes_table_json_csv_and_picture(tmp_path: Path) -> None:
         if row["label"] != "torch":
             # The simulator leaves the loss's broadcast out: it is on the PP link, and takes no time there.
             assert abs(row["prediction_difference"]) < 1e-9, name
-            # The simulator leaves messages on their way out: at most two for each chunk and micro-batch.
-            assert 0 <= max(row["peak_bytes"]) - row["prediction"]["peak"] <= 4 * 4 * message
+            # The simulator leaves messages on their way out, at most two for each chunk and micro-batch, and has what
+            # a unit makes before what it frees.
+            least, most = 0.9 * row["prediction"]["peak"], row["prediction"]["peak"] + 4 * 4 * message
+            assert least <= max(row["peak_bytes"]) <= most
         assert row["timing_only"] == (name == "stp:free") == (row["difference"] is None)
     assert content["bitwise"]["stp = stp:blocking"] is True
     assert content["eta"] == [{"schedule": "stp", "value": None, "best": None}]  # no TP, nothing to hide
@@ -129,6 +131,7 @@ def test_named_links_have_sources_and_times_only_for_layers() -> None:
     class Unit:
         def __init__(self, name: str, phase: str) -> None:
             self.name, self.phase = name, type("P", (), {"value": phase})
+            self.again = False
 
     times = equal_times(3e-3)
     assert times.of(Unit("attn12", "I")) == times.of(Unit("mlp0", "W")) == 3e-3
