@@ -57,6 +57,7 @@ def test_losses_agree_within_the_tolerances() -> None:
     assert not agree([2.0, 3.0], [2.0, float("nan")])
 
 
+@pytest.mark.slow
 @needs_package
 def test_the_weights_are_kept_and_give_the_expected_loss() -> None:
     folder = smollm2.prepare()

@@ -219,6 +219,7 @@ def run_on_both(case: Case) -> list[Outcome]:
         return [*outcomes, run_case(case)]
 
 
+@pytest.mark.slow
 def test_2x2_compiled_in_blocks_agrees_with_the_plain_model() -> None:
     case = Case(tp=2, pp=2, layers=2, m=3, steps=2, compile="block", schedule=braided_1f1b())  # type: ignore[arg-type]
     per_rank = launch(run_on_both, (case,), nproc=4, timeout_s=500)

@@ -106,6 +106,7 @@ def test_filler_stays_though_it_shares_a_buffer_with_the_other_strand(group: str
     assert loose == Window(0, 0)
 
 
+@pytest.mark.slow
 def test_without_the_pins_nothing_stays_between_a_launch_and_its_wait(
     models: dict[int, Lowered], group: str
 ) -> None:

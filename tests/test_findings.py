@@ -83,6 +83,7 @@ def test_losses_that_are_known_stay_exact() -> None:
         assert_parity(Toy(loss), given)
 
 
+@pytest.mark.slow
 def test_a_count_given_as_a_number_is_no_new_program() -> None:
     model = qwen2()
     braided = braid(model)
@@ -191,6 +192,7 @@ def test_constants_and_buffers_of_any_kind() -> None:
         braid(Alias(), data())
 
 
+@pytest.mark.slow
 def test_outputs_of_every_shape() -> None:
     class Pair(Toy):
         def forward(self, x: Tensor, y: Tensor) -> Any:

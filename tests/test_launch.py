@@ -272,6 +272,7 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
     assert_gone(tmp_path, len(pids(tmp_path)))
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     script = (
         "from fxbraid.runtime.launch import launch\n"

@@ -121,6 +121,7 @@ def test_train_eval_train() -> None:
     assert torch.equal(again.loss, out.loss)
 
 
+@pytest.mark.slow
 def test_eval_before_train_and_without_labels() -> None:
     model = qwen2().eval()
     braided = braid(model)

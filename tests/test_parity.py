@@ -78,6 +78,7 @@ def test_2x2_in_double_precision() -> None:
     )
 
 
+@pytest.mark.slow
 def test_1x4_pipeline_alone() -> None:
     base = Case(tp=1, pp=4, layers=8, m=5)
     outcomes = run([*variants(base), replace(base, tied=False, m=12, steps=2, schedule="1f1b")])

@@ -22,6 +22,7 @@ def ordered(base: Case, *schedules: str) -> list[Case]:
     return [replace(base, schedule=name, reproducible=True) for name in schedules]
 
 
+@pytest.mark.slow
 def test_parts_are_summed_once_and_to_the_bit_and_what_broke_elsewhere_is_right() -> None:
     base = Case(model="qwen3", dtype=torch.float64, m=3, steps=2)
     broken = replace(base, model="odd", options=(("tp_plan", odd.PLAN),))
