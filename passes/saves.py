@@ -95,6 +95,10 @@ def _drops_nothing(node: fx.Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[at] if len(node.args) > at else 0.0) == 0.0)
 
 
+def _is_float(val: object) -> bool:
+    return isinstance(val, Tensor) and val.is_floating_point()
+
+
 def _repeats(node: fx.Node) -> bool:
     """Does ``node`` view elements more than once?"""
     val = node.meta["val"]
@@ -118,7 +122,7 @@ class _Values:
     unit: dict[fx.Node, int] = field(default_factory=dict)
     #: storages that a unit of F (or of I) reads of another one
     crossing: set[fx.Node] = field(default_factory=set)
-    #: what follows from the chunk's inputs alone (rotary tables, masks)
+    #: numbers that follow from the chunk's inputs alone (rotary tables, masks that are added), and what leads to them
     tables: set[fx.Node] = field(default_factory=set)
     #: storages that W gathers over TP ranks, which may start before any unit of the backward
     gathered: set[fx.Node] = field(default_factory=set)
@@ -128,7 +132,11 @@ class _Values:
         self.unit = assign(joint)
         parameters = [n for n, name in joint.state.items() if name in set(joint.chunk.params)]
         driven = descendants([*joint.boundary, *parameters])
-        self.tables = {n for n, phase in joint.phase.items() if phase is Phase.F and n not in driven}
+        for node in reversed(
+            [n for n in joint.graph.nodes if joint.phase.get(n) is Phase.F and n not in driven]
+        ):
+            if _is_float(node.meta.get("val")) or not self.tables.isdisjoint(node.users):
+                self.tables.add(node)
         linked = {
             frozenset((self.unit[node], self.unit[user]))
             for node in joint.graph.nodes
