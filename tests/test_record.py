@@ -175,7 +175,7 @@ def test_on_a_real_clock_spans_nest_and_messages_arrive_behind_their_sending(
     timeline: Timeline = found[0]["real"]["timeline"]
     assert timeline.workload is not None and timeline.workload.link.latency > 0
     result = simulate(timeline.schedule, timeline.workload)
-    assert 0.1 < timeline.pipeline_seconds / result.step_time < 50  # other work may be running
+    assert 0.2 < timeline.pipeline_seconds / result.step_time < 5
     for pp in range(2):
         for tp in range(2):
             spans = timeline.spans[pp][tp]

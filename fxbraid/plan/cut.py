@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import pairwise
 
-from fxbraid.schedule import Placement, Schedule, ScheduleError, build
+from fxbraid.schedule import Placement, Schedule, ScheduleError
 from fxbraid.schedule.cut import NEAR, TRIALS, At, Row, balance, search
 from fxbraid.schedule.listorder import Orders
-from fxbraid.schedule.uneven import PhaseTimes, uneven_makespan
+from fxbraid.schedule.uneven import PhaseTimes, stand_in, total, uneven_makespan
 from fxbraid.simulate import BlockClock, ChunkCost, Workload, at_clock, constants
 from fxbraid.simulate.block import BlockTimes
 from fxbraid.simulate.workload import joined
@@ -78,7 +78,7 @@ def fastest_cut(clock: CutClock, row: Row, *, near: float = NEAR, trials: int = 
         return clock([one // 2 for one in at] if layers else at)
 
     def guess(at: At) -> float:
-        sums = [_sum(times[a:b]) for a, b in pairwise((0, *at, row.count))]
+        sums = [total(times[a:b]) for a, b in pairwise((0, *at, row.count))]
         return uneven_makespan(schedule, sums, share)
 
     return search(
@@ -91,22 +91,6 @@ def fastest_cut(clock: CutClock, row: Row, *, near: float = NEAR, trials: int = 
         guesses=min(4 * trials, max(LEAST, EFFORT // steps)),
         near=near,
     )
-
-
-def _sum(times: Sequence[PhaseTimes]) -> PhaseTimes:
-    f, i, w = (sum(time[k] for time in times) for k in range(3))
-    return f, i, w
-
-
-def stand_in(placement: Placement) -> Schedule | None:
-    """The schedule that a cut for ``placement`` is timed with as long as nothing is measured: stp on the V, 1F1B
-    (interleaved) else, of 4p micro-batches, so that all schedules of a placement have one cut. None where there is
-    nothing to time."""
-    p, v = placement.p, placement.v
-    if p == 1 or (placement.kind == "v" and v != 2):
-        return None
-    name = "stp" if placement.kind == "v" else "1f1b" if v == 1 else "interleaved_1f1b"
-    return build(name, p=p, m=4 * p, v=v)
 
 
 @dataclass(frozen=True)
@@ -133,4 +117,4 @@ class ForPlacement:
         return fastest_cut(CutClock(schedule, Workload(tuple(pieces))), row)
 
 
-__all__ = ["CutClock", "ForPlacement", "fastest_cut", "stand_in"]
+__all__ = ["CutClock", "ForPlacement", "fastest_cut"]

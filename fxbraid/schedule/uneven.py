@@ -9,13 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxbraid.schedule import build
 from fxbraid.schedule.action import Action, Phase, Step, parts
 from fxbraid.schedule.errors import ScheduleError
 from fxbraid.schedule.local import ListClock
+from fxbraid.schedule.placement import Placement
 from fxbraid.schedule.schedule import Schedule
 
 PhaseTimes = tuple[float, float, float]
 """Times of F, I and W of one chunk and micro-batch."""
+
+
+def total(times: Sequence[PhaseTimes]) -> PhaseTimes:
+    """Of a chunk that is made of these."""
+    f, i, w = (sum(time[k] for time in times) for k in range(3))
+    return f, i, w
+
+
+def stand_in(placement: Placement) -> Schedule | None:
+    """The schedule that a cut for ``placement`` is timed with as long as nothing is measured: stp on the V, 1F1B
+    (interleaved) else, of 4p micro-batches, so that all schedules of a placement have one cut. None where there is
+    nothing to time."""
+    p, v = placement.p, placement.v
+    if p == 1 or (placement.kind == "v" and v != 2):
+        return None
+    name = "stp" if placement.kind == "v" else "1f1b" if v == 1 else "interleaved_1f1b"
+    return build(name, p=p, m=4 * p, v=v)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from fxbraid.schedule import Placement, ScheduleError, build
+from fxbraid.schedule import Placement, ScheduleError
 from fxbraid.schedule.cut import At, Row, balance, search
-from fxbraid.schedule.uneven import PhaseTimes, uneven_makespan
+from fxbraid.schedule.uneven import PhaseTimes, stand_in, total, uneven_makespan
 from fxbraid.simulate.analytic import Group, Parts, Shape, Tail, assembled, named
 from fxbraid.simulate.device import Device
 from fxbraid.simulate.kernels import Kernels, pipeline_links
@@ -172,16 +172,14 @@ def split_of(row: Row, at: At) -> list[int]:
 
 @lru_cache(maxsize=256)
 def _quick(row: Row, times: tuple[PhaseTimes, ...], collectives: float, placement: Placement) -> At:
-    """The cut for stp on the V, 1F1B (interleaved) else, with 4p micro-batches."""
-    p, v = placement.p, placement.v
-    if p == 1 or (placement.kind == "v" and v != 2):
+    """The cut for the schedule that stands for all of ``placement``."""
+    schedule = stand_in(placement)
+    if schedule is None:
         return balance([sum(time) for time in times], row, placement.n_chunks)
-    name = "stp" if placement.kind == "v" else "1f1b" if v == 1 else "interleaved_1f1b"
-    schedule = build(name, p=p, m=4 * p, v=v)
 
     def step_time(at: At) -> float:
         ends = pairwise((0, *at, row.count))
-        return uneven_makespan(schedule, [_sum(times[a:b]) for a, b in ends], collectives)
+        return uneven_makespan(schedule, [total(times[a:b]) for a, b in ends], collectives)
 
     trials = max(LEAST, QUICK // sum(map(len, schedule.actions)))
     return search([sum(time) for time in times], row, placement.n_chunks, step_time, trials=trials)
@@ -189,11 +187,6 @@ def _quick(row: Row, times: tuple[PhaseTimes, ...], collectives: float, placemen
 
 def _times(piece: ChunkCost) -> PhaseTimes:
     return piece.seconds("F"), piece.seconds("I"), piece.seconds("W")
-
-
-def _sum(times: Sequence[PhaseTimes]) -> PhaseTimes:
-    f, i, w = (sum(time[k] for time in times) for k in range(3))
-    return f, i, w
 
 
 def _carrying(tail: Tail, nbytes: float) -> Tail:
