@@ -283,8 +283,8 @@ def choose_under(
     for way in budget.ways:
         workload = costs(way)
         for order in orders:
-            clock = BlockClock(workload, ordered_by=workload if order == "costs" else None)
-            timed.append((at_clock(way.schedule, clock).step_time, budget.peak(way), way, order, workload))
+            seconds = at_clock(way.schedule, _clock(workload, order)).step_time
+            timed.append((seconds, budget.peak(way), way, order, workload))
     timed.sort(key=lambda one: one[:2])
     inside = [one for one in timed if one[1] <= budget.nbytes]
     hosted = _with_offload(budget, timed, inside[0][0] * (1 - NEAR) if inside else None)
@@ -292,7 +292,8 @@ def choose_under(
         return _chosen(budget, hosted, timed, asked, offload=AWAY)
     fastest = inside[0][0]
     near = sorted((one for one in inside if one[0] <= fastest * (1 + NEAR)), key=lambda one: one[1])
-    for _, _, way, order, workload in [*near, *(one for one in inside if one not in near)]:
+    for one in [*near, *(other for other in inside if other not in near)]:
+        seconds, _, way, order, workload = one
         peak = budget.exact(way, ordered_by=workload if order == "costs" else None)
         if peak <= budget.nbytes:  # also in the order that units will have
             break
@@ -300,8 +301,7 @@ def choose_under(
         raise ScheduleError(
             f"memory_budget={amount(budget.nbytes)} can't be kept with units ordered by costs; use order='paper'"
         )
-    one = (at_clock(way.schedule, _clock(workload, order)).step_time, peak, way, order, workload)
-    return _chosen(budget, one, timed, asked)
+    return _chosen(budget, (seconds, peak, way, order, workload), timed, asked)
 
 
 Timed = tuple[float, int, Way, str, Workload]
