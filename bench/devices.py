@@ -206,7 +206,8 @@ class Prediction:
 
 
 def predict(model: Any, times: Times, cluster: emulate.Cluster) -> Prediction:
-    """What :meth:`BraidedModel.simulate` says of ``model`` at these times and links. Local."""
+    """What :meth:`BraidedModel.simulate` says of ``model`` at these times and links, and what
+    :meth:`BraidedModel.memory` does of its memory. Local."""
     tp = model._mesh.tp_size
     seconds = {
         unit.key: times.of(unit)
@@ -221,6 +222,7 @@ def predict(model: Any, times: Times, cluster: emulate.Cluster) -> Prediction:
     pp = cluster.pp_link
     link = simulate.Link(pp.alpha_s, pp.beta_bytes_per_s, pp.rendezvous)
     found = model.simulate(seconds, collective=collective, link=link)
+    peak = max(rank.activations for rank in model.memory().ranks)
     return Prediction(
-        found.step_time, found.bubble_share, found.exposed_tp_share, found.exposed_p2p_share, max(found.peak)
+        found.step_time, found.bubble_share, found.exposed_tp_share, found.exposed_p2p_share, peak
     )
